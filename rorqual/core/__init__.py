@@ -1,0 +1,1 @@
+"""What all parts share and needs nothing but the standard library."""

@@ -1,0 +1,126 @@
+"""Servers with the project's settings: health, reflection, errors as statuses, an exclusive port."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health as health_service
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from rorqual.core.errors import ConfigError, InternalError, RorqualError
+
+from .options import SERVER_OPTIONS
+from .status import abort_with
+
+_log = logging.getLogger(__name__)
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Ends a call with the status of the RorqualError its handler raised; logs anything else once."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        method = handler_call_details.method
+
+        async def fail(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
+            if isinstance(error, grpc.aio.AbortError):
+                raise error
+            if not isinstance(error, RorqualError) or isinstance(error, InternalError):
+                _log.exception("%s failed", method)
+            await abort_with(context, error)
+
+        if handler.response_streaming:
+            inner_stream = handler.unary_stream or handler.stream_stream
+
+            async def streaming(request: Any, context: Any) -> AsyncIterator[Any]:
+                try:
+                    async for response in inner_stream(request, context):
+                        yield response
+                except Exception as error:
+                    await fail(context, error)
+
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
+            return make(streaming, handler.request_deserializer, handler.response_serializer)
+
+        inner_unary = handler.unary_unary or handler.stream_unary
+
+        async def unary(request: Any, context: Any) -> Any:
+            try:
+                return await inner_unary(request, context)
+            except Exception as error:
+                await fail(context, error)
+
+        make = (
+            grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
+        )
+        return make(unary, handler.request_deserializer, handler.response_serializer)
+
+
+class RpcServer:
+    """One gRPC server of a process.
+
+    `add_services` registers the servicers on the grpc server it is given; `service_names` are their full names
+    ("rorqual.v1.TextService"), for health and reflection. Health starts as NOT_SERVING.
+    """
+
+    def __init__(
+        self,
+        listen: str,
+        add_services: Callable[[grpc.aio.Server], None],
+        service_names: Iterable[str],
+        *,
+        interceptors: Iterable[grpc.aio.ServerInterceptor] = (),
+    ) -> None:
+        self._listen = listen
+        self._names = tuple(service_names)
+        self._server = grpc.aio.server(options=list(SERVER_OPTIONS), interceptors=[*interceptors, ErrorInterceptor()])
+        self._health = health_service.aio.HealthServicer()
+        add_services(self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection(
+            [*self._names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME],
+            self._server,
+        )
+        self.port = 0
+        self.serving = False
+
+    async def start(self) -> int:
+        """Bind and start; returns the port (the listen address may ask for port 0). ConfigError if it is taken."""
+        host, _, port = self._listen.rpartition(":")
+        try:
+            self.port = self._server.add_insecure_port(self._listen)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cannot listen on {self._listen}: the port is taken or the address is not this machine's; "
+                f"stop what uses it (`ss -ltnp 'sport = :{port}'` shows it) or choose another with --listen {host}:PORT",
+                field="listen",
+            ) from error
+        await self.set_serving(False)
+        await self._server.start()
+        return self.port
+
+    async def set_serving(self, serving: bool) -> None:
+        """Tell health checkers whether this process can do its work now ("" stands for the whole process)."""
+        self.serving = serving
+        value = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", *self._names):
+            await self._health.set(name, value)
+
+    async def stop(self, grace_s: float = 2.0) -> None:
+        """Refuse new calls, give running ones `grace_s`, then end."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)

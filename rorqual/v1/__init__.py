@@ -1,0 +1,1 @@
+"""Generated from protos/rorqual/v1 by `make protos`. Never edited."""
