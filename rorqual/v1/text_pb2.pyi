@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class TextOptions(_message.Message):
-    __slots__ = ("request_id", "model", "sampling", "max_tokens", "stop", "include_stop_str_in_output", "num_choices", "priority", "cache_salt", "time_left_us", "trace", "attempt", "resume", "ignore_eos", "skip_special_tokens")
+    __slots__ = ("request_id", "model", "sampling", "max_tokens", "stop", "include_stop_str_in_output", "num_choices", "priority", "cache_salt", "time_left_us", "trace", "attempt", "resume", "ignore_eos", "skip_special_tokens", "return_prompt_token_ids")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,7 @@ class TextOptions(_message.Message):
     RESUME_FIELD_NUMBER: _ClassVar[int]
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     sampling: _common_pb2.SamplingParams
@@ -39,7 +40,8 @@ class TextOptions(_message.Message):
     resume: TextResume
     ignore_eos: bool
     skip_special_tokens: bool
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: _Optional[bool] = ..., num_choices: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., time_left_us: _Optional[int] = ..., trace: _Optional[_Union[_common_pb2.TraceContext, _Mapping]] = ..., attempt: _Optional[int] = ..., resume: _Optional[_Union[TextResume, _Mapping]] = ..., ignore_eos: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ...) -> None: ...
+    return_prompt_token_ids: bool
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: _Optional[bool] = ..., num_choices: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., time_left_us: _Optional[int] = ..., trace: _Optional[_Union[_common_pb2.TraceContext, _Mapping]] = ..., attempt: _Optional[int] = ..., resume: _Optional[_Union[TextResume, _Mapping]] = ..., ignore_eos: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., return_prompt_token_ids: _Optional[bool] = ...) -> None: ...
 
 class TextResume(_message.Message):
     __slots__ = ("choices", "num_prompt_tokens", "prompt_digest", "seed", "template_time_unix_s", "num_cached_tokens", "queue_time_us", "prompt_logprobs_delivered")
@@ -174,18 +176,24 @@ class TextEvent(_message.Message):
     def __init__(self, choice_index: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobText, _Mapping]]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., content: _Optional[str] = ..., reasoning: _Optional[str] = ..., tool_call: _Optional[_Union[ToolCallDelta, _Mapping]] = ..., finished: _Optional[_Union[ChoiceFinished, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., echo: _Optional[_Union[PromptEcho, _Mapping]] = ...) -> None: ...
 
 class Accepted(_message.Message):
-    __slots__ = ("num_prompt_tokens", "prompt_digest", "seed", "template_time_unix_s", "model")
+    __slots__ = ("num_prompt_tokens", "prompt_digest", "seed", "template_time_unix_s", "model", "num_cached_tokens", "queue_time_us", "prompt_token_ids")
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     TEMPLATE_TIME_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_TIME_US_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     num_prompt_tokens: int
     prompt_digest: bytes
     seed: int
     template_time_unix_s: int
     model: str
-    def __init__(self, num_prompt_tokens: _Optional[int] = ..., prompt_digest: _Optional[bytes] = ..., seed: _Optional[int] = ..., template_time_unix_s: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
+    num_cached_tokens: int
+    queue_time_us: int
+    prompt_token_ids: bytes
+    def __init__(self, num_prompt_tokens: _Optional[int] = ..., prompt_digest: _Optional[bytes] = ..., seed: _Optional[int] = ..., template_time_unix_s: _Optional[int] = ..., model: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., queue_time_us: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ...) -> None: ...
 
 class ToolCallDelta(_message.Message):
     __slots__ = ("tool_call_idx", "id", "name", "arguments_json_delta")
