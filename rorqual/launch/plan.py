@@ -1,0 +1,218 @@
+"""What each process of a stack is started with: module, flags, ports. Nothing is started here."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import rorqual
+from rorqual.core.config import GatewayConfig, SchedulerConfig, TokenizerConfig
+from rorqual.core.config_loader import PROCESSES, Setting, resolve_config, settings_of
+from rorqual.core.errors import ConfigError
+
+MODULES: Mapping[str, str] = {
+    "tokenizer": "services.tokenizer",
+    "scheduler": "services.scheduler",
+    "executor": "executor",
+    "gateway": "gateway",
+}
+WHOLE = ("scheduler", "executor", "tokenizer", "gateway")
+WITHOUT_HTTP = ("scheduler", "executor", "tokenizer")
+
+DEFAULT_GRPC_PORT = 50051
+
+_LOOPBACK = "127.0.0.1"
+_WIRING = ("listen", "scheduler", "tokenizers")
+"""Addresses between the processes: a stack chooses them itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """One process to start."""
+
+    name: str
+    module: str
+    argv: tuple[str, ...]
+    ready_variable: str  # RORQUAL_PORT_FILE or RORQUAL_READY_FILE: the file it writes when it is ready for others
+
+
+@dataclass(frozen=True)
+class StackPlan:
+    """The processes of one stack, and the ports held for them until the plan is closed."""
+
+    processes: tuple[ProcessSpec, ...]
+    text_address: str  # "host:port" of the tokenizer's TextService
+    http_host: str  # "" without a gateway
+    root: Path
+    environ: Mapping[str, str]
+    reserved: tuple[socket.socket, ...] = field(default=(), repr=False)
+
+    def close(self) -> None:
+        for held in self.reserved:
+            held.close()
+
+
+def checkout_root() -> Path:
+    """The folder that holds the applications. Raises ConfigError in an installation that has only the library."""
+    root = Path(rorqual.__file__).resolve().parent.parent
+    if all((root / Path(*module.split(".")) / "__main__.py").is_file() for module in MODULES.values()):
+        return root
+    raise ConfigError(
+        "this installation has only the client, which needs a running server (a URL): "
+        "what starts a process needs a checkout of the project; run `make serve` there"
+    )
+
+
+def module_command(module: str, argv: Sequence[str]) -> list[str]:
+    """`python -m module` with this interpreter; -P keeps the current folder's files from shadowing the modules."""
+    return [sys.executable, "-P", "-m", module, *argv]
+
+
+def module_environ(root: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` with the checkout first on the module path."""
+    path = [str(root), *(part for part in environ.get("PYTHONPATH", "").split(os.pathsep) if part)]
+    return {**environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "PYTHONUNBUFFERED": "1"}
+
+
+def stack_settings(names: Sequence[str] = WHOLE) -> dict[str, tuple[str, Setting]]:
+    """Every setting of these processes but the wiring, with the process that owns it ("telemetry" for the common)."""
+    found: dict[str, tuple[str, Setting]] = {}
+    for name in ("gateway", "executor", "tokenizer", "scheduler"):
+        if name in names:
+            for key, setting in settings_of(PROCESSES[name]).items():
+                if key not in _WIRING:
+                    found.setdefault(key, (setting.group or name, setting))
+    return found
+
+
+def reserve_port(port: int = 0) -> socket.socket:
+    """A loopback port that is bound and not listened on: nobody else is given it, and a server may still take it.
+
+    Linux lets a second socket bind while both have SO_REUSEADDR and none listens; gRPC's servers set it. So all
+    processes can be started at once, each knowing the others' ports. Raises OSError where `port` is taken.
+    """
+    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((_LOOPBACK, port))
+    except OSError:
+        held.close()
+        raise
+    return held
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises ConfigError, with the cure, where `host:port` cannot be served on."""
+    if port == 0:
+        return
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            cure = f"port {port} is taken on {host}: stop what uses it (`ss -ltnp 'sport = :{port}'` shows it), or choose another with --port (make: PORT=)"
+        elif error.errno == errno.EACCES:
+            cure = f"port {port} needs root: choose one above 1023 with --port (make: PORT=)"
+        else:
+            cure = f"cannot serve on {host}:{port}: {error.strerror or error}; choose another with --host and --port"
+        raise ConfigError(cure, field="port") from None
+
+
+def flags_for(name: str, flags: Mapping[str, Any]) -> list[str]:
+    """`flags` (setting name to value) as the command line of process `name`; what it does not know is left out."""
+    known = settings_of(PROCESSES[name])
+    argv: list[str] = []
+    for key, value in flags.items():
+        if key not in known or value is None:
+            continue
+        setting = known[key]
+        if setting.type is bool:
+            argv.append(setting.flag if value else setting.flag.replace("--", "--no-", 1))
+        elif isinstance(value, (tuple, list)):
+            argv.append(f"{setting.flag}={','.join(map(str, value))}")
+        else:
+            argv.append(f"{setting.flag}={value}")
+    return argv
+
+
+def make_plan(
+    flags: Mapping[str, Any],
+    *,
+    names: Sequence[str] = WHOLE,
+    config: str = "",
+    grpc_port: int | None = 0,
+    environ: Mapping[str, str] = os.environ,
+) -> StackPlan:
+    """Check every process's settings and choose the ports between them.
+
+    `flags`: setting name to value, for whichever processes know it. `grpc_port`: the tokenizer's; 0 takes a free one,
+    None the default port or, where that is taken, a free one. Raises ConfigError before anything is started.
+    """
+    root = checkout_root()
+    base = [f"--config={Path(config).resolve()}"] if config else []
+    environ = {k: v for k, v in environ.items() if k not in ("RORQUAL_PORT_FILE", "RORQUAL_READY_FILE")}
+    given = {name: [*base, *flags_for(name, flags)] for name in names}
+    settings: dict[str, Any] = {name: resolve_config(PROCESSES[name], given[name], environ) for name in names}
+
+    reserved: list[socket.socket] = []
+    try:
+        http_host = ""
+        if "gateway" in names:
+            gateway: GatewayConfig = settings["gateway"]
+            http_host = gateway.host
+            check_port(gateway.host, gateway.port)
+
+        def reserve(port: int | None) -> str:
+            try:
+                held = reserve_port(DEFAULT_GRPC_PORT if port is None else port)
+            except OSError as error:
+                if port is not None:
+                    raise ConfigError(
+                        f"port {port} is taken on {_LOOPBACK} ({error.strerror}): stop what uses it, or choose another "
+                        "with --grpc-port (0 takes a free one)",
+                        field="grpc_port",
+                    ) from None
+                held = reserve_port()
+            reserved.append(held)
+            return f"{_LOOPBACK}:{held.getsockname()[1]}"
+
+        def address(listen: str, default: str, port: int | None) -> str:
+            chosen = listen != default and not listen.endswith(":0")  # somebody named it, in a variable or the file
+            return listen if chosen else reserve(port)
+
+        scheduler_address = address(settings["scheduler"].listen, SchedulerConfig().listen, 0)
+        text_address = address(settings["tokenizer"].listen, TokenizerConfig().listen, grpc_port)
+        wiring = {
+            "scheduler": [f"--listen={scheduler_address}"],
+            "executor": [f"--scheduler={scheduler_address}"],
+            "tokenizer": [f"--listen={text_address}", f"--scheduler={scheduler_address}"],
+            "gateway": [f"--tokenizers={text_address}"],
+        }
+        # One metrics port cannot serve four processes: each takes the next. The gateway has /metrics on its own.
+        for offset, name in enumerate(("scheduler", "executor", "tokenizer")):
+            port = settings[name].telemetry.metrics_port
+            if port > 0:
+                wiring[name].append(f"--metrics-port={port + offset}")
+        wiring["gateway"].append("--metrics-port=-1")
+        processes = tuple(
+            ProcessSpec(
+                name,
+                MODULES[name],
+                (*given[name], *wiring[name]),
+                "RORQUAL_READY_FILE" if name == "executor" else "RORQUAL_PORT_FILE",
+            )
+            for name in names
+        )
+    except BaseException:
+        for held in reserved:
+            held.close()
+        raise
+    return StackPlan(processes, text_address, http_host, root, module_environ(root, environ), tuple(reserved))

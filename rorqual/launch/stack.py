@@ -1,0 +1,313 @@
+"""The processes of one stack: started together, restarted when they die, ended together.
+
+A thread owns the processes from start to end (the kernel ties a child's life to the thread that started it), so a
+Stack may be made and closed from any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from rorqual.core.config_loader import EXIT_CONFIG
+from rorqual.core.errors import RorqualError
+
+from .plan import ProcessSpec, StackPlan, module_command
+
+POLL_S = 0.05
+STOP_GRACE_S = 8.0
+"""How long processes may take to end after SIGTERM before they are killed."""
+BACKOFF_S = (0.1, 0.5, 1.0, 2.0, 5.0)
+"""Wait before the n-th restart in a row; a process that dies once more ends the stack."""
+STEADY_S = 30.0
+"""A process that ran so long starts its count of restarts anew."""
+MAX_LOG_BYTES = 16 * 1024 * 1024
+"""A log larger than this is set aside when a process is started."""
+
+EventKind = Literal["starting", "ready", "died", "log", "up"]
+
+
+class StackError(RorqualError):
+    """A process could not be started, or kept dying: the message names it and quotes its log."""
+
+    reason = "STACK_FAILED"
+
+    def __init__(self, message: str, *, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something to show: of one process, or ("up") of the whole stack."""
+
+    kind: EventKind
+    name: str = ""
+    text: str = ""
+
+
+@dataclass
+class _Child:
+    spec: ProcessSpec
+    log_path: Path
+    ready_path: Path
+    process: subprocess.Popen[bytes] | None = None
+    started_at: float = 0.0
+    ready: bool = False
+    was_ready: bool = False
+    restarts: int = 0
+    restart_at: float = 0.0
+    log_start: int = 0  # where the present run's lines begin
+    log_offset: int = 0
+    log_rest: bytes = b""
+    extra: list[str] = field(default_factory=list)
+
+    def tail(self, num_lines: int = 12) -> list[str]:
+        """The last lines it logged since it was started."""
+        try:
+            with self.log_path.open("rb") as log:
+                size = log.seek(0, os.SEEK_END)
+                log.seek(max(self.log_start, size - 64 * 1024))
+                text = log.read().decode("utf-8", "replace")
+        except OSError:
+            return []
+        return [line for line in text.splitlines() if line.strip()][-num_lines:]
+
+
+class Stack:
+    """Runs a plan. `start` returns when the whole chain is ready; `stop` when every process has ended.
+
+    `log_dir`: where `<name>.log` of each process goes; None keeps them in a folder that lives as long as the stack.
+    `on_event` is called from the stack's thread.
+    """
+
+    def __init__(
+        self, plan: StackPlan, *, log_dir: Path | None = None, on_event: Callable[[Event], None] | None = None
+    ) -> None:
+        self._plan = plan
+        self._on_event = on_event or (lambda event: None)
+        self._dir = Path(tempfile.mkdtemp(prefix="rorqual-"))
+        self.log_dir = log_dir or self._dir
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self._children = [
+            _Child(spec, self.log_dir / f"{spec.name}.log", self._dir / f"{spec.name}.ready") for spec in plan.processes
+        ]
+        self._stop = threading.Event()
+        self._kill = threading.Event()
+        self._started: queue.Queue[StackError | None] = queue.Queue()
+        self._ended = threading.Event()
+        self._up = False
+        self.error: StackError | None = None
+        self.http_port = 0
+        self._thread = threading.Thread(target=self._run, name="rorqual-stack", daemon=True)
+
+    # --- for its owner --------------------------------------------------------------------------------------------
+
+    @property
+    def text_address(self) -> str:
+        """ "host:port" of the TextService."""
+        return self._plan.text_address
+
+    @property
+    def url(self) -> str:
+        """Where HTTP is served; "" without a gateway."""
+        if not self._plan.http_host:
+            return ""
+        host = self._plan.http_host
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+        return f"http://{host}:{self.http_port}"
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids by name, of those that run now."""
+        return {c.spec.name: c.process.pid for c in self._children if c.process and c.process.poll() is None}
+
+    def start(self, timeout_s: float | None = None) -> None:
+        """Start all processes at once and wait until the chain is ready. Raises StackError; then nothing runs."""
+        self._thread.start()
+        try:
+            error = self._started.get(timeout=timeout_s)
+        except queue.Empty:
+            waiting = [c.spec.name for c in self._children if not c.ready] or ["the whole chain"]
+            error = StackError(f"not ready within {timeout_s:g} s: {', '.join(waiting)}; logs are in {self.log_dir}")
+        except BaseException:
+            self.stop()
+            raise
+        if error is not None:
+            self.stop()
+            raise error
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the stack has ended by itself or by `stop`; False after `timeout_s`."""
+        return self._ended.wait(timeout_s)
+
+    def request_stop(self, *, kill: bool = False) -> None:
+        """Begin to end all processes, without waiting; `kill` leaves them no grace. Safe in a signal handler."""
+        if kill:
+            self._kill.set()
+        self._stop.set()
+
+    def stop(self) -> None:
+        """End every process; returns when none is left. May be called again."""
+        self._stop.set()
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._plan.close()
+        shutil.rmtree(self._dir, ignore_errors=True)
+
+    # --- the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            for child in self._children:
+                self._spawn(child)
+            while not self._stop.wait(POLL_S):
+                self._step()
+        except StackError as error:
+            self.error = error
+        except Exception as error:
+            self.error = StackError(f"the launcher failed: {error!r}")
+        finally:
+            self._end_all()
+            self._ended.set()
+            if not self._up:
+                self._started.put(self.error or StackError("stopped before it was ready"))
+
+    def _step(self) -> None:
+        for child in self._children:
+            self._follow_log(child)
+            if child.process is None:
+                if time.monotonic() >= child.restart_at:
+                    self._spawn(child)
+            elif child.process.poll() is not None:
+                self._died(child)
+            elif not child.ready and child.ready_path.exists() and self._is_ready(child):
+                child.ready = child.was_ready = True
+                self._on_event(Event("ready", child.spec.name))
+            elif child.ready and child.restarts and time.monotonic() - child.started_at > STEADY_S:
+                child.restarts = 0
+        if not self._up and all(child.ready for child in self._children) and self._chain_is_ready():
+            self._up = True
+            self._on_event(Event("up", text=self.url or self.text_address))
+            self._started.put(None)
+
+    def _spawn(self, child: _Child) -> None:
+        child.ready_path.unlink(missing_ok=True)
+        child.ready = False
+        with contextlib.suppress(OSError):
+            if child.log_path.stat().st_size > MAX_LOG_BYTES:
+                child.log_path.replace(child.log_path.with_suffix(".log.1"))
+        command = module_command(child.spec.module, [*child.spec.argv, *child.extra])
+        stub = [sys.executable, "-I", "-S", str(Path(__file__).with_name("child.py")), str(os.getpid())]
+        environ = {**self._plan.environ, child.spec.ready_variable: str(child.ready_path)}
+        log: BinaryIO
+        with child.log_path.open("ab") as log:
+            child.log_start = child.log_offset = log.seek(0, os.SEEK_END)
+            child.log_rest = b""
+            child.process = subprocess.Popen(
+                [*stub, *command],
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C in the terminal is the launcher's to handle
+            )
+        child.started_at = time.monotonic()
+        self._on_event(Event("starting", child.spec.name))
+
+    def _is_ready(self, child: _Child) -> bool:
+        if child.spec.ready_variable != "RORQUAL_PORT_FILE":
+            return True
+        text = child.ready_path.read_text().strip()
+        if not text.isdigit():
+            return False
+        if child.spec.name == "gateway" and not self.http_port:
+            self.http_port = int(text)
+            child.extra = [f"--port={text}"]  # a restarted one comes back where clients look for it
+        return True
+
+    def _chain_is_ready(self) -> bool:
+        if self.url:
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            try:
+                with opener.open(f"{self.url}/health", timeout=2) as response:
+                    return bool(response.status == 200)
+            except (urllib.error.URLError, OSError):
+                return False
+        import grpc
+
+        # grpc.health.v1.Health/Check by its bytes: an empty request asks for the whole process, 1 is SERVING.
+        with grpc.insecure_channel(self.text_address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+            check = channel.unary_unary(
+                "/grpc.health.v1.Health/Check", request_serializer=bytes, response_deserializer=bytes
+            )
+            try:
+                return bool(check(b"", timeout=2) == b"\x08\x01")
+            except grpc.RpcError:
+                return False
+
+    def _died(self, child: _Child) -> None:
+        assert child.process is not None
+        code = child.process.returncode
+        self._follow_log(child)
+        name, how = child.spec.name, f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        child.process = None
+        if not self._up:
+            raise self._failure(child, code, f"{name} ended at start ({how})")
+        if child.restarts >= len(BACKOFF_S):
+            raise self._failure(child, code, f"{name} died {child.restarts + 1} times in a row ({how})")
+        delay = BACKOFF_S[child.restarts]
+        child.restarts += 1
+        child.restart_at = time.monotonic() + delay
+        self._on_event(Event("died", name, f"{how}; started again in {delay:g} s; its log is {child.log_path}"))
+
+    def _failure(self, child: _Child, code: int, what: str) -> StackError:
+        lines = child.tail()
+        if code == EXIT_CONFIG and lines:
+            # It was started wrongly and has said so, in its last line.
+            return StackError(lines[-1].removeprefix(f"{child.spec.name}: error: "), exit_code=EXIT_CONFIG)
+        quoted = "".join(f"\n  {line}" for line in lines) or "\n  (it logged nothing)"
+        return StackError(f"{what}; its last lines:{quoted}\nthe whole log is {child.log_path}")
+
+    def _follow_log(self, child: _Child) -> None:
+        try:
+            with child.log_path.open("rb") as log:
+                log.seek(child.log_offset)
+                data = log.read(256 * 1024)
+        except OSError:
+            return
+        if not data:
+            return
+        child.log_offset += len(data)
+        *lines, child.log_rest = (child.log_rest + data).split(b"\n")
+        for line in lines:
+            self._on_event(Event("log", child.spec.name, line.decode("utf-8", "replace")))
+
+    def _end_all(self) -> None:
+        """SIGTERM from the edge inwards, then SIGKILL to what is left; every process is reaped."""
+        running = [c.process for c in reversed(self._children) if c.process is not None]
+        for process in running:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + STOP_GRACE_S
+        while any(p.poll() is None for p in running) and time.monotonic() < deadline and not self._kill.is_set():
+            time.sleep(0.02)
+        for process in running:
+            # The whole session, for whatever a process started itself.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
