@@ -79,10 +79,11 @@ class AsyncClient:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str = "",
         priority: int = 0,
+        return_prompt_token_ids: bool = False,
     ) -> AsyncIterator[text_pb2.TextEvent]:
         """The events of one chat, in OpenAI's message shape (role, content, tool_calls …)."""
         request = chat_request(messages, tools, continue_final_message, chat_template_kwargs)
-        request.options.CopyFrom(_options(params, model, cache_salt, priority))
+        request.options.CopyFrom(_options(params, model, cache_salt, priority, return_prompt_token_ids))
         return self._stream(self._stub.Chat, request)
 
     def stream_complete(
@@ -94,9 +95,12 @@ class AsyncClient:
         echo: bool = False,
         cache_salt: str = "",
         priority: int = 0,
+        return_prompt_token_ids: bool = False,
     ) -> AsyncIterator[text_pb2.TextEvent]:
         """The events of one completion of a text or of token ids."""
-        request = text_pb2.CompleteRequest(options=_options(params, model, cache_salt, priority), echo=echo)
+        request = text_pb2.CompleteRequest(
+            options=_options(params, model, cache_salt, priority, return_prompt_token_ids), echo=echo
+        )
         if isinstance(prompt, str):
             request.text = prompt
         else:
@@ -139,15 +143,13 @@ class AsyncClient:
         self, messages: Sequence[Message], params: SamplingParams | None = None, **kwargs: Any
     ) -> RequestOutput:
         """`stream_chat`, gathered."""
-        return await gather(self.stream_chat(messages, params, **kwargs))
+        return await gather(self.stream_chat(messages, params, return_prompt_token_ids=True, **kwargs))
 
     async def complete(self, prompt: Prompt, params: SamplingParams | None = None, **kwargs: Any) -> RequestOutput:
         """`stream_complete`, gathered."""
-        output = await gather(self.stream_complete(prompt, params, **kwargs))
+        output = await gather(self.stream_complete(prompt, params, return_prompt_token_ids=True, **kwargs))
         if isinstance(prompt, str):
             output.prompt = prompt
-        elif output.prompt_token_ids is None:
-            output.prompt_token_ids = list(prompt)
         return output
 
     # --- single calls ----------------------------------------------------------------------------------------------
@@ -229,6 +231,8 @@ class _Progress:
                 prompt_digest=self._accepted.prompt_digest,
                 seed=self._accepted.seed,
                 template_time_unix_s=self._accepted.template_time_unix_s,
+                num_cached_tokens=self._accepted.num_cached_tokens,
+                queue_time_us=self._accepted.queue_time_us,
                 prompt_logprobs_delivered=self._prompt_logprobs and bool(self._echoed),
             )
         )
@@ -236,13 +240,14 @@ class _Progress:
 
 async def gather(events: AsyncIterator[text_pb2.TextEvent]) -> RequestOutput:
     """All events of one request as one result. Raises RorqualError where a choice ended by an error."""
-    output = RequestOutput(request_id="", prompt=None, prompt_token_ids=None, outputs=[])
+    output = RequestOutput()
     choices: dict[int, CompletionOutput] = {}
     tools: dict[tuple[int, int], ToolCall] = {}
     async for event in events:
         kind = event.WhichOneof("event")
         if kind == "accepted":
             output.model = event.accepted.model
+            output.prompt_token_ids = list(unpack_token_ids(event.accepted.prompt_token_ids))
             continue
         if kind == "usage":
             output.usage = Usage(
@@ -270,7 +275,6 @@ async def gather(events: AsyncIterator[text_pb2.TextEvent]) -> RequestOutput:
             )
         elif kind == "echo":
             choice.text += event.echo.text
-            output.prompt_token_ids = list(unpack_token_ids(event.echo.token_ids)) or output.prompt_token_ids
             if event.echo.logprobs:
                 output.prompt_logprobs = [_logprob(item) for item in event.echo.logprobs]
         elif kind == "finished":
@@ -334,10 +338,13 @@ def chat_request(
     return request
 
 
-def _options(params: SamplingParams | None, model: str, cache_salt: str, priority: int) -> text_pb2.TextOptions:
+def _options(
+    params: SamplingParams | None, model: str, cache_salt: str, priority: int, return_prompt_token_ids: bool
+) -> text_pb2.TextOptions:
     options = (params or SamplingParams()).to_options(request_id=uuid.uuid4().hex, model=model)
     options.cache_salt = cache_salt
     options.priority = priority
+    options.return_prompt_token_ids = return_prompt_token_ids
     return options
 
 

@@ -30,7 +30,7 @@ class LLM:
     """Generates text from Python.
 
     `LLM(model="models/tiny", max_model_len=2048)` starts tokenizer, scheduler and executor as processes of its own;
-    every setting of theirs is accepted by its name. `LLM(url="grpc://host:port")` uses a running tokenizer service.
+    every setting of theirs is accepted by its name, `config` names a TOML file with more. `LLM(url="grpc://host:port")` uses a running tokenizer service.
     Close it (a `with` block, `close()`, or the end of the program) and no process is left. Raises RorqualError.
     """
 
@@ -39,6 +39,7 @@ class LLM:
         model: str = "",
         *,
         url: str = "",
+        config: str = "",
         max_concurrency: int = MAX_CONCURRENCY,
         on_event: Callable[[Event], None] | None = None,
         **settings: Any,
@@ -47,12 +48,12 @@ class LLM:
             raise ConfigError(f"max_concurrency must be at least 1, got {max_concurrency}", field="max_concurrency")
         stack: Stack | None = None
         if url:
-            if model or settings:
-                names = ", ".join([*(["model"] if model else []), *settings])
+            if model or config or settings:
+                names = ", ".join([*(["model"] if model else []), *(["config"] if config else []), *settings])
                 raise ConfigError(f"a running server has its own settings: give either url, or {names}")
             address = parse_grpc_url(url)
         else:
-            stack = _start_stack({"model": model or None, **settings}, on_event)
+            stack = _start_stack({"model": model or None, **settings}, config, on_event)
             address = stack.text_address
         self._max_concurrency = max_concurrency
         self._stack = stack
@@ -239,7 +240,7 @@ def _close(loop: _LoopThread, client: AsyncClient, stack: Stack | None) -> None:
             stack.stop()
 
 
-def _start_stack(settings: dict[str, Any], on_event: Callable[[Event], None] | None) -> Stack:
+def _start_stack(settings: dict[str, Any], config: str, on_event: Callable[[Event], None] | None) -> Stack:
     from rorqual.core.config_loader import nearest
     from rorqual.launch import Stack, make_plan, stack_settings
     from rorqual.launch.plan import WITHOUT_HTTP
@@ -248,7 +249,7 @@ def _start_stack(settings: dict[str, Any], on_event: Callable[[Event], None] | N
     for name in settings:
         if name not in valid:
             raise ConfigError(f"unknown setting {name}{nearest(name, valid)}", field=name)
-    stack = Stack(make_plan(settings, names=WITHOUT_HTTP), on_event=on_event)
+    stack = Stack(make_plan(settings, names=WITHOUT_HTTP, config=config), on_event=on_event)
     stack.start()
     return stack
 

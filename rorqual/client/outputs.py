@@ -49,10 +49,10 @@ class CompletionOutput:
 class RequestOutput:
     """One prompt's choices, in order."""
 
-    request_id: str
-    prompt: str | None  # None where it was given as ids or as messages
-    prompt_token_ids: list[int] | None  # where given as ids, or asked for with prompt_logprobs
-    outputs: list[CompletionOutput]
+    request_id: str = ""
+    prompt: str | None = None  # None where it was given as ids or as messages
+    prompt_token_ids: list[int] = field(default_factory=list)
+    outputs: list[CompletionOutput] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)
     prompt_logprobs: list[Logprob] | None = None
     model: str = ""

@@ -85,10 +85,12 @@ class Setting:
             return "(hidden)"
         return ",".join(value) if isinstance(value, tuple) else str(value)
 
-    def describe(self) -> str:
-        """Help with the default, as one line."""
-        default = "on" if self.default is True else "off" if self.default is False else self.show(self.default)
-        return self.help if self.secret or self.default in ("", ()) else f"{self.help} [default: {default}]"
+    @property
+    def default_text(self) -> str:
+        """The default for a help page; "" where there is nothing to show."""
+        if self.type is bool:
+            return "on" if self.default else "off"
+        return "" if self.secret or self.default in ("", ()) else self.show(self.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +276,8 @@ def _make_parser(known: Mapping[str, Setting], prog: str, description: str) -> a
         title = setting.group or "settings"
         group = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
         flags = [setting.flag, *([setting.flag.removesuffix("-s")] if setting.name.endswith("_s") else [])]
-        text = setting.describe().replace("%", "%%")
+        default = f" [default: {setting.default_text}]" if setting.default_text else ""
+        text = (setting.help + default).replace("%", "%%")
         if setting.type is bool:
             negated = setting.flag.replace("--", "--no-", 1)
             group.add_argument(

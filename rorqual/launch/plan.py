@@ -49,6 +49,7 @@ class StackPlan:
     processes: tuple[ProcessSpec, ...]
     text_address: str  # "host:port" of the tokenizer's TextService
     http_host: str  # "" without a gateway
+    api_key: str = field(repr=False)  # one that the gateway takes; "" where it asks for none
     root: Path
     environ: Mapping[str, str]
     reserved: tuple[socket.socket, ...] = field(default=(), repr=False)
@@ -164,10 +165,10 @@ def make_plan(
 
     reserved: list[socket.socket] = []
     try:
-        http_host = ""
+        http_host = api_key = ""
         if "gateway" in names:
             gateway: GatewayConfig = settings["gateway"]
-            http_host = gateway.host
+            http_host, api_key = gateway.host, next(iter(gateway.api_key), "")
             check_port(gateway.host, gateway.port)
 
         def reserve(port: int | None) -> str:
@@ -215,4 +216,4 @@ def make_plan(
         for held in reserved:
             held.close()
         raise
-    return StackPlan(processes, text_address, http_host, root, module_environ(root, environ), tuple(reserved))
+    return StackPlan(processes, text_address, http_host, api_key, root, module_environ(root, environ), tuple(reserved))
