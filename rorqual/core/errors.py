@@ -14,6 +14,7 @@ RorqualError
 ├── CancelledRequestError     the caller went away
 ├── ConfigError               an impossible flag, variable or file
 ├── CheckpointError           a model folder that cannot be served
+├── NumericalFaultError       the model computed inf or NaN for this sequence
 └── InternalError             a bug of ours; its text stays in the log
 
 Each carries a machine-readable `reason`, metadata (the figures behind it) and, where there is one, the
@@ -95,6 +96,10 @@ class ConfigError(RorqualError):
 
 class CheckpointError(RorqualError):
     reason = "INVALID_CHECKPOINT"
+
+
+class NumericalFaultError(RorqualError):
+    reason = "NUMERICAL_FAULT"
 
 
 class InternalError(RorqualError):

@@ -29,6 +29,7 @@ _CODES: dict[type[errors.RorqualError], grpc.StatusCode] = {
     errors.CancelledRequestError: grpc.StatusCode.CANCELLED,
     errors.ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.CheckpointError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.NumericalFaultError: grpc.StatusCode.INTERNAL,
     errors.InternalError: grpc.StatusCode.INTERNAL,
 }
 
