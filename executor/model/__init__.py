@@ -1,0 +1,1 @@
+"""The DeepSeek model: configuration, the flat batch it computes, its layers."""

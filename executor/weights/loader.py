@@ -1,0 +1,201 @@
+"""From a checked checkpoint to a model: reading, dequantising, fusing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from rorqual import kernels
+
+from ..model.config import ModelConfig, load_config
+from ..model.deepseek import DeepseekModel, ModelParts
+from ..model.layer import DecoderLayer
+from ..model.linear import Linear, require_equal_rows
+from ..model.mla import MlaAttention, MlaWeights, Scratch
+from ..model.moe import DenseMlp, MoeMlp, MoeWeights
+from ..model.mtp import MtpLayer
+from ..model.norm import RmsNorm
+from ..model.rope import Rope
+from .files import CheckpointFiles, check_tokenizer
+from .names import SCALE_SUFFIX, check_tensors
+
+Progress = Callable[[int, int], None]  # (bytes read, bytes in all)
+
+MAX_PACKED_BYTES = 2 << 30
+"""Above this, weights are kept once only: a prepacked copy beside the plain one would double the memory."""
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: str | torch.device = "cpu",
+    deterministic: bool = False,
+    progress: Progress | None = None,
+) -> DeepseekModel:
+    """The model of the checkpoint folder `path`, computing in `dtype` on `device`.
+
+    Everything that can be wrong with a checkpoint is found before its weights are read. Raises CheckpointError, naming
+    file, tensor and cure; ConfigError if `deterministic` cannot be kept on this machine.
+    """
+    path = Path(path)
+    config = load_config(path)
+    with CheckpointFiles(path) as files:
+        config = dataclasses.replace(config, num_mtp_layers=check_tensors(files, config))
+        check_tokenizer(path, config.vocab_size)
+        builder = _Builder(config, files, dtype, torch.device(device), deterministic, progress)
+        parts = builder.build()
+    return DeepseekModel(config, parts, dtype=dtype, device=torch.device(device), deterministic=deterministic)
+
+
+class _Builder:
+    def __init__(
+        self,
+        config: ModelConfig,
+        files: CheckpointFiles,
+        dtype: torch.dtype,
+        device: torch.device,
+        deterministic: bool,
+        progress: Progress | None,
+    ) -> None:
+        self.config = config
+        self.files = files
+        self.dtype = dtype
+        self.device = device
+        self.deterministic = deterministic
+        self.progress = progress
+        self.bytes_read = 0
+        elements = sum(info.num_bytes // (1 if info.dtype.startswith("F8") else 2) for info in files.tensors.values())
+        self.pack = device.type == "cpu" and elements * dtype.itemsize <= MAX_PACKED_BYTES
+        self.rope = Rope(config.rope, config.qk_rope_head_dim, device, deterministic=deterministic)
+        self.scratch = Scratch(config.latent_dim, dtype, device)
+
+    def build(self) -> ModelParts:
+        config = self.config
+        embedding = self.tensor("model.embed_tokens.weight")
+        layers = [self.layer(i) for i in range(config.num_hidden_layers)]
+        norm = self.norm("model.norm.weight")
+        name = "lm_head.weight" if "lm_head.weight" in self.files.tensors else "model.embed_tokens.weight"
+        head = self.head(name)
+        mtp = [self.mtp(depth, embedding, head) for depth in range(config.num_mtp_layers)]
+        if self.deterministic:
+            require_equal_rows(self.dtype, self.device, self.pack)
+        return ModelParts(embedding, layers, norm, head, mtp, self.rope)
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """One stored tensor, dequantised, in the compute dtype (or `dtype`), on the device."""
+        dtype = dtype or self.dtype
+        tensor = self.files.read(name)
+        self._count(name)
+        if tensor.dtype == torch.float8_e4m3fn:
+            assert self.config.fp8_block_size is not None
+            scale = self.files.read(name + SCALE_SUFFIX)
+            self._count(name + SCALE_SUFFIX)
+            tensor = kernels.fp8_block_dequantize(tensor, scale, self.config.fp8_block_size, dtype)
+        # A copy in any case: what safetensors returns is a view of the mapped file.
+        return tensor.to(device=self.device, dtype=dtype, copy=True)
+
+    def _count(self, name: str) -> None:
+        self.bytes_read += self.files.tensors[name].num_bytes
+        if self.progress is not None:
+            self.progress(self.bytes_read, self.files.num_bytes)
+
+    def optional(self, name: str) -> torch.Tensor | None:
+        return self.tensor(name) if name in self.files.tensors else None
+
+    def norm(self, name: str) -> RmsNorm:
+        return RmsNorm(self.tensor(name), self.config.rms_norm_eps)
+
+    def linear(self, weight: torch.Tensor) -> Linear:
+        return Linear(weight, deterministic=self.deterministic, pack=self.pack)
+
+    def head(self, name: str) -> Linear:
+        """The head in float32 whatever the compute dtype: its product is the logits, which are never rounded."""
+        return self.linear(self.tensor(name, torch.float32))
+
+    def layer(self, layer_idx: int) -> DecoderLayer:
+        prefix = f"model.layers.{layer_idx}."
+        return DecoderLayer(
+            input_norm=self.norm(prefix + "input_layernorm.weight"),
+            attention=self.attention(prefix + "self_attn."),
+            post_attention_norm=self.norm(prefix + "post_attention_layernorm.weight"),
+            mlp=self.moe(prefix + "mlp.") if self.config.is_moe_layer(layer_idx) else self.dense(prefix + "mlp."),
+        )
+
+    def attention(self, prefix: str) -> MlaAttention:
+        config = self.config
+        q_proj, q_b_proj = self.optional(prefix + "q_proj.weight"), self.optional(prefix + "q_b_proj.weight")
+        kv_a_proj = self.tensor(prefix + "kv_a_proj_with_mqa.weight")
+        kv_a_bias = self.optional(prefix + "kv_a_proj_with_mqa.bias")
+        if not config.rope_interleave:  # the rows of a half-and-half rotary part, as pairs
+            q_proj = None if q_proj is None else self._as_pairs(q_proj, config.num_attention_heads)
+            q_b_proj = None if q_b_proj is None else self._as_pairs(q_b_proj, config.num_attention_heads)
+            kv_a_proj = self._as_pairs(kv_a_proj, 1)
+            kv_a_bias = None if kv_a_bias is None else self._as_pairs(kv_a_bias, 1)
+        weights = MlaWeights(
+            q_proj=q_proj,
+            q_a_proj=self.optional(prefix + "q_a_proj.weight"),
+            q_a_bias=self.optional(prefix + "q_a_proj.bias"),
+            q_a_layernorm=self.optional(prefix + "q_a_layernorm.weight"),
+            q_b_proj=q_b_proj,
+            kv_a_proj=kv_a_proj,
+            kv_a_bias=kv_a_bias,
+            kv_a_layernorm=self.tensor(prefix + "kv_a_layernorm.weight"),
+            kv_b_proj=self.tensor(prefix + "kv_b_proj.weight"),
+            o_proj=self.tensor(prefix + "o_proj.weight"),
+            o_bias=self.optional(prefix + "o_proj.bias"),
+        )
+        return MlaAttention(
+            config, weights, self.rope, self.scratch, deterministic=self.deterministic, pack=self.pack
+        )
+
+    def _as_pairs(self, weight: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """Reorder each head's last rope_dim rows from (x0 … x31, x32 … x63) to (x0, x32, x1, x33, …)."""
+        rope_dim = self.config.qk_rope_head_dim
+        heads = weight.unflatten(0, (num_heads, -1))
+        rest, rotary = heads[:, :-rope_dim], heads[:, -rope_dim:]
+        pairs = rotary.unflatten(1, (2, rope_dim // 2)).transpose(1, 2).flatten(1, 2)
+        return torch.cat((rest, pairs), dim=1).flatten(0, 1)
+
+    def dense(self, prefix: str) -> DenseMlp:
+        gate, up, down = (self.tensor(f"{prefix}{part}_proj.weight") for part in ("gate", "up", "down"))
+        return DenseMlp(gate, up, down, deterministic=self.deterministic, pack=self.pack)
+
+    def moe(self, prefix: str) -> MoeMlp:
+        config = self.config
+        stacks: dict[str, torch.Tensor] = {}
+        for part in ("gate", "up", "down"):
+            experts = [
+                self.tensor(f"{prefix}experts.{expert}.{part}_proj.weight")
+                for expert in range(config.n_routed_experts)
+            ]
+            if config.n_shared_experts:
+                # An MLP of n times an expert's width is the sum of n MLPs of that width.
+                shared = self.tensor(f"{prefix}shared_experts.{part}_proj.weight")
+                experts.extend(shared.chunk(config.n_shared_experts, dim=1 if part == "down" else 0))
+            stacks[part] = torch.stack(experts)
+        bias = None
+        if config.topk_method == "noaux_tc":
+            bias = self.tensor(prefix + "gate.e_score_correction_bias", torch.float32)
+        weights = MoeWeights(
+            router=self.tensor(prefix + "gate.weight", torch.float32), router_bias=bias, **stacks
+        )
+        return MoeMlp(config, weights, deterministic=self.deterministic, pack=self.pack)
+
+    def mtp(self, depth: int, embedding: torch.Tensor, head: Linear) -> MtpLayer:
+        layer_idx = self.config.num_hidden_layers + depth
+        prefix = f"model.layers.{layer_idx}."
+        own_embedding = self.optional(prefix + "embed_tokens.weight")
+        own_head = prefix + "shared_head.head.weight"
+        return MtpLayer(
+            enorm=self.norm(prefix + "enorm.weight"),
+            hnorm=self.norm(prefix + "hnorm.weight"),
+            eh_proj=self.linear(self.tensor(prefix + "eh_proj.weight")),
+            layer=self.layer(layer_idx),
+            norm=self.norm(prefix + "shared_head.norm.weight"),
+            embedding=embedding if own_embedding is None else own_embedding,
+            head=self.head(own_head) if own_head in self.files.tensors else head,
+        )
