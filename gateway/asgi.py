@@ -1,0 +1,135 @@
+"""One HTTP exchange over ASGI: headers, a bounded body, an answer or an event stream, the client's leaving."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+from rorqual.core.errors import CancelledRequestError, DeadlineExceededError
+
+from .failures import Failure, body_too_large
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+JSON = "application/json"
+BODY_TIMEOUT_S = 60.0
+"""A body that takes longer to arrive is refused."""
+
+DRAIN_S = 2.0  # how long a refused body is read away, so that the client sees the answer
+_STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+_CLEAN_ID = re.compile(r"[!-~]{1,128}")
+
+
+class Exchange:
+    """A request and the answer to it."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers: dict[str, str] = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
+        self.request_id = uuid.uuid4().hex  # drawn here; a client's own is only logged and echoed
+        client_id = self.headers.get("x-request-id", "")
+        self.client_request_id = client_id if _CLEAN_ID.fullmatch(client_id) else ""
+        self.status = 0  # 0 until the answer has begun
+        self.ended = False
+        self.extra_headers: dict[str, str] = {}
+        self._receive = receive
+        self._send = send
+
+    async def body(self, limit_bytes: int) -> bytes:
+        """The whole body. HttpError 413 over the limit, before it is read where its length is announced."""
+        announced = self.headers.get("content-length")
+        if announced is not None and announced.isdigit() and int(announced) > limit_bytes:
+            raise body_too_large(limit_bytes, int(announced))
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise CancelledRequestError("the client went away before its request was whole")
+                    if chunk := message.get("body", b""):
+                        size += len(chunk)
+                        if size > limit_bytes:
+                            raise body_too_large(limit_bytes, None)
+                        parts.append(chunk)
+                    if not message.get("more_body", False):
+                        return parts[0] if len(parts) == 1 else b"".join(parts)
+        except TimeoutError:
+            raise DeadlineExceededError(f"the request body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
+
+    def watch_disconnect(self, on_leave: Callable[[], None]) -> asyncio.Task[None]:
+        """Calls `on_leave` when the client goes away before the answer has ended. Cancel the task afterwards."""
+
+        async def watch() -> None:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            if not self.ended:
+                on_leave()
+
+        return asyncio.create_task(watch())
+
+    async def _start(self, status: int, headers: Mapping[str, str]) -> None:
+        self.status = status
+        merged = {"x-request-id": self.client_request_id or self.request_id, **self.extra_headers, **headers}
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in merged.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def respond(
+        self, status: int, body: bytes, content_type: str = JSON, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """The whole answer at once."""
+        length = {"content-type": content_type, "content-length": str(len(body))}
+        await self._start(status, {**length, **(headers or {})})
+        self.ended = True
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def begin_stream(self) -> None:
+        """Headers of an event stream."""
+        await self._start(200, _STREAM_HEADERS)
+
+    async def write(self, events: bytes) -> None:
+        """Bytes of the event stream, sent at once. Waits while the client's window is full."""
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def end_stream(self, events: bytes = b"") -> None:
+        self.ended = True
+        await self._send({"type": "http.response.body", "body": events, "more_body": False})
+
+    async def fail(self, failure: Failure) -> None:
+        """An error answer; in the middle of a stream an error event, then the end."""
+        if self.ended:
+            return
+        body = failure.body()
+        if self.status:
+            await self.end_stream(b"data: " + body + b"\n\n")
+        elif failure.status == 413:
+            await self._refuse_body(failure, body)
+        else:
+            await self.respond(failure.status, body, headers=failure.headers)
+
+    async def _refuse_body(self, failure: Failure, body: bytes) -> None:
+        """Answer at once, then read away what the client still sends: a closed socket would swallow the answer."""
+        length = {"content-type": JSON, "content-length": str(len(body)), "connection": "close"}
+        await self._start(failure.status, {**length, **failure.headers})
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+        try:
+            async with asyncio.timeout(DRAIN_S):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                        break
+        except TimeoutError:
+            pass
+        await self.end_stream()

@@ -1,0 +1,113 @@
+"""The one table from errors to HTTP answers in OpenAI's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from rorqual.core import errors
+
+INTERNAL_TEXT = "internal error; the server's log has it under this request's id"
+RETRY_AFTER_S = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One HTTP error answer."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def body(self) -> bytes:
+        """{"error": {…}} as JSON."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+
+class HttpError(Exception):
+    """A failure that HTTP itself brings, before any part of the engine is asked."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    status: int
+    type: str
+    retry: bool = False
+
+
+_INVALID = _Row(400, "invalid_request_error")
+
+_TABLE: dict[type[errors.RorqualError], _Row] = {
+    errors.InvalidRequestError: _INVALID,
+    errors.ModelNotFoundError: _Row(404, "invalid_request_error"),
+    errors.QueueFullError: _Row(429, "rate_limit_error", retry=True),
+    errors.CapacityError: _INVALID,  # it can never fit: trying again is no cure
+    errors.DeadlineExceededError: _Row(408, "timeout_error"),
+    errors.SupersededError: _Row(409, "conflict_error"),
+    errors.PreconditionError: _Row(503, "service_unavailable", retry=True),
+    errors.UnavailableError: _Row(503, "service_unavailable", retry=True),
+    errors.CancelledRequestError: _Row(499, "request_cancelled"),
+}
+
+# Where the reason says more than the class.
+_BY_REASON: dict[str, _Row] = {
+    "NO_CHAT_TEMPLATE": _INVALID,
+    "REQUEST_TOO_LARGE": _Row(413, "invalid_request_error"),
+    "SLOW_CLIENT": _Row(408, "timeout_error"),
+}
+
+_CODES = {"PROMPT_TOO_LONG": "context_length_exceeded", "QUEUE_FULL": "rate_limit_exceeded"}
+
+
+def failure_of(error: BaseException) -> Failure:
+    """The answer to `error`. Text of an unknown error is not leaked: it becomes a plain 500."""
+    if isinstance(error, HttpError):
+        return error.failure
+    if isinstance(error, errors.RorqualError):
+        row = _BY_REASON.get(error.reason) or next((_TABLE[cls] for cls in type(error).__mro__ if cls in _TABLE), None)
+        if row is not None:
+            return Failure(
+                row.status,
+                error.message,
+                row.type,
+                error.field or None,
+                _CODES.get(error.reason) or error.reason.lower(),
+                {"retry-after": str(RETRY_AFTER_S)} if row.retry else {},
+            )
+    return Failure(500, INTERNAL_TEXT, "server_error", code="internal_error")
+
+
+def not_found(path: str) -> HttpError:
+    return HttpError(Failure(404, f"no such endpoint: {path}", "invalid_request_error", code="unknown_url"))
+
+
+def method_not_allowed(method: str, path: str, allowed: str) -> HttpError:
+    message = f"{method} is not allowed on {path}: use {allowed}"
+    return HttpError(
+        Failure(405, message, "invalid_request_error", code="method_not_allowed", headers={"allow": allowed})
+    )
+
+
+def body_too_large(limit_bytes: int, size_bytes: int | None) -> HttpError:
+    """`size_bytes`: what the client announced, where it did."""
+    size = f"is {size_bytes} bytes" if size_bytes is not None else "is longer"
+    message = f"the request body {size}; at most {limit_bytes} bytes are taken"
+    return HttpError(Failure(413, message, "invalid_request_error", code="request_too_large"))
+
+
+def bad_key(given: bool) -> HttpError:
+    """`given`: a key was sent, but none of ours."""
+    message = "this API key is not valid here" if given else "no API key: send 'Authorization: Bearer KEY'"
+    return HttpError(
+        Failure(401, message, "authentication_error", code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+    )

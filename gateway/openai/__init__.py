@@ -1,0 +1,1 @@
+"""OpenAI's HTTP dialect: request bodies, answers and stream chunks."""

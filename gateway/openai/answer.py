@@ -1,0 +1,143 @@
+"""What the answers of all text endpoints have in common: pieces in, chunks or one whole body out."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rorqual.core.token_ids import unpack_token_ids
+from rorqual.v1 import text_pb2
+
+from ..upstream.inbox import Piece, TokenLogprob
+from .usage import finish_reason, stop_reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions:
+    """What the client asked of the answer's shape."""
+
+    response_id: str
+    model: str  # as asked for; the name served takes its place once it is known
+    fingerprint: str | None
+    choices_per_prompt: int
+    num_prompts: int = 1
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
+    num_top_logprobs: int | None = None  # None: no log-probabilities
+    echo: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def num_choices(self) -> int:
+        return self.choices_per_prompt * self.num_prompts
+
+
+class Answer(Protocol):
+    """One response of one dialect."""
+
+    progress: Progress
+
+    def chunks(self, piece: Piece) -> bytes:
+        """Stream events for `piece`; may be empty. Raises the error of a choice that failed."""
+        ...
+
+    def last_chunks(self) -> bytes:
+        """What ends a stream that went well."""
+        ...
+
+    def whole(self, pieces: list[Piece]) -> bytes:
+        """The body of an answer that is not streamed. Raises as `chunks`."""
+        ...
+
+
+class Progress:
+    """What is known of a request so far, for usage, chunks and telemetry."""
+
+    def __init__(self, options: AnswerOptions) -> None:
+        self._per_prompt = options.choices_per_prompt
+        self.model = options.model
+        self.accepted: dict[int, text_pb2.Accepted] = {}  # by prompt
+        self.usages: list[text_pb2.Usage] = []
+        self.finish_reasons: list[str] = []
+        self.num_generated = 0
+
+    def see(self, piece: Piece) -> None:
+        for ids in piece.id_parts:
+            self.num_generated += len(ids) // 4
+        detail = piece.detail
+        if detail is None:
+            return
+        if isinstance(detail, text_pb2.Accepted):
+            self.accepted[piece.choice_index // self._per_prompt] = detail
+            self.model = detail.model or self.model
+        elif isinstance(detail, text_pb2.Usage):
+            self.usages.append(detail)
+        elif isinstance(detail, text_pb2.ChoiceFinished):
+            self.finish_reasons.append(finish_reason(detail))
+
+    def prompt_token_ids(self, choice_index: int) -> bytes:
+        accepted = self.accepted.get(choice_index // self._per_prompt)
+        return accepted.prompt_token_ids if accepted is not None else b""
+
+    def usage_so_far(self) -> dict[str, Any]:
+        """Usage for a chunk in the middle of a stream."""
+        prompt = sum(accepted.num_prompt_tokens for accepted in self.accepted.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self.num_generated,
+            "total_tokens": prompt + self.num_generated,
+        }
+
+
+@dataclass(slots=True)
+class WholeChoice:
+    """A choice of an answer that is not streamed."""
+
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    tool_calls: dict[int, dict[str, Any]] = field(default_factory=dict)  # by tool_call_idx
+    echo: text_pb2.PromptEcho | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    id_parts: list[bytes] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, piece: Piece) -> None:
+        detail = piece.detail
+        if piece.kind == "content":
+            self.content += piece.parts
+        elif piece.kind == "reasoning":
+            self.reasoning += piece.parts
+        elif isinstance(detail, text_pb2.ToolCallDelta):
+            call = self.tool_calls.setdefault(
+                detail.tool_call_idx, {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+            )
+            call["id"] = detail.id or call["id"]
+            call["function"]["name"] = detail.name or call["function"]["name"]
+            call["function"]["arguments"] += detail.arguments_json_delta
+        elif isinstance(detail, text_pb2.PromptEcho):
+            self.echo = detail
+        elif isinstance(detail, text_pb2.ChoiceFinished):
+            self.finish_reason = finish_reason(detail)
+            self.stop_reason = stop_reason(detail)
+        self.logprobs += piece.logprobs
+        self.id_parts += piece.id_parts
+
+    def extras(self, *, token_ids: bool) -> dict[str, Any]:
+        """Members beside OpenAI's own."""
+        out: dict[str, Any] = {} if self.stop_reason is None else {"stop_reason": self.stop_reason}
+        if token_ids:
+            out["token_ids"] = unpack_token_ids(b"".join(self.id_parts)).tolist()
+        return out
+
+
+def gather(pieces: list[Piece], num_choices: int, progress: Progress) -> list[WholeChoice]:
+    """The choices that `pieces` add up to."""
+    choices = [WholeChoice() for _ in range(num_choices)]
+    for piece in pieces:
+        progress.see(piece)
+        if piece.kind not in ("accepted", "usage"):
+            choices[piece.choice_index].add(piece)
+    return choices

@@ -1,0 +1,135 @@
+"""Messages and tools of a body as rorqual.v1 messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from rorqual.core.errors import InvalidRequestError
+from rorqual.v1 import text_pb2
+
+from .fields import invalid, refuse
+from .schema import ChatFields, ContentPart, Message, TokenizeBody, ToolSpec
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+PART_SEPARATOR = "\n"
+"""Several text parts of one message are joined by this, for every role."""
+
+MAX_TOOLS = 1024
+
+
+def chat_request(body: ChatFields | TokenizeBody) -> text_pb2.ChatRequest:
+    """The conversation of `body`, without options. Raises InvalidRequestError naming messages[i].…"""
+    if not body.messages:
+        raise invalid("messages", "it must not be empty")
+    request = text_pb2.ChatRequest(
+        messages=_messages(body.messages),
+        tools=_tools(body.tools or (), body.tool_choice),
+        continue_final_message=bool(body.continue_final_message),
+        chat_template_kwargs_json=_template_variables(body),
+    )
+    if body.add_generation_prompt is not None:
+        request.add_generation_prompt = body.add_generation_prompt
+    if body.continue_final_message:
+        if body.messages[-1].role != "assistant":
+            raise invalid("continue_final_message", "the last message must be the assistant's")
+        if body.add_generation_prompt:
+            raise invalid("continue_final_message", "add_generation_prompt must be false beside it")
+        request.add_generation_prompt = False
+    return request
+
+
+def _template_variables(body: ChatFields | TokenizeBody) -> str:
+    variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    return msgspec.json.encode(variables).decode() if variables else ""
+
+
+def _messages(messages: Sequence[Message]) -> list[text_pb2.ChatMessage]:
+    out: list[text_pb2.ChatMessage] = []
+    tools_called = False  # the latest assistant turn called tools
+    for index, message in enumerate(messages):
+        here = f"messages[{index}]"
+        if message.role not in ROLES:
+            raise invalid(f"{here}.role", f"it must be one of {', '.join(ROLES)}, got {message.role!r}")
+        if message.role == "assistant":
+            tools_called = bool(message.tool_calls)
+        elif message.role != "tool":
+            tools_called = False
+        elif not tools_called:
+            raise invalid(f"{here}.role", "a tool message must follow an assistant message with tool_calls")
+        out.append(_message(message, here))
+    return out
+
+
+def _message(message: Message, here: str) -> text_pb2.ChatMessage:
+    proto = text_pb2.ChatMessage(role=message.role)
+    content = _content(message.content, f"{here}.content")
+    if message.role == "assistant":
+        reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+        if reasoning is not None:
+            proto.reasoning_content = reasoning
+        for index, call in enumerate(message.tool_calls or ()):
+            if call.type not in (None, "function"):
+                raise invalid(f"{here}.tool_calls[{index}].type", f"it must be 'function', got {call.type!r}")
+            proto.tool_calls.add(
+                id=call.id or "", name=call.function.name, arguments_json=call.function.arguments or ""
+            )
+        content = content or (None if proto.tool_calls else "")  # null, absent, "" and [] mean the same beside calls
+    elif content is None:
+        raise invalid(f"{here}.content", f"it is required in a {message.role} message")
+    elif message.tool_calls:
+        raise invalid(f"{here}.tool_calls", "only an assistant message has tool_calls")
+    if content is not None:
+        proto.content = content
+    if message.role == "tool":
+        proto.tool_call_id = message.tool_call_id or ""
+    proto.name = message.name or ""
+    return proto
+
+
+def _content(content: str | list[ContentPart] | None, here: str) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    return PART_SEPARATOR.join(_part(part, f"{here}[{index}]") for index, part in enumerate(content))
+
+
+def _part(part: ContentPart, here: str) -> str:
+    if part.type == "text" and part.text is not None:
+        return part.text
+    if part.type == "refusal" and part.refusal is not None:
+        return part.refusal
+    if part.type in ("text", "refusal"):
+        raise invalid(here, f"a part of type {part.type} must have a string {part.type!r}")
+    raise InvalidRequestError(
+        f"{here}: this model reads text parts only, got type {part.type!r}", reason="UNSUPPORTED_PART", field=here
+    )
+
+
+def _tools(tools: Sequence[ToolSpec], choice: Any) -> list[text_pb2.Tool]:
+    if choice not in (None, "none", "auto"):
+        raise refuse("tool_choice", "tool_choice must be 'none' or 'auto': forcing a call is not supported here")
+    if len(tools) > MAX_TOOLS:
+        raise invalid("tools", f"at most {MAX_TOOLS} tools are taken, got {len(tools)}")
+    protos = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    return [] if choice == "none" else protos
+
+
+def _tool(tool: ToolSpec, here: str) -> text_pb2.Tool:
+    if tool.type != "function" or tool.function is None:
+        raise invalid(here, f"only tools of type 'function' are taken, got {tool.type!r}")
+    parameters = bytes(tool.function.parameters).decode()
+    if parameters == "null":
+        parameters = ""
+    elif not parameters.startswith("{"):
+        raise invalid(f"{here}.function.parameters", "it must be a JSON schema object")
+    proto = text_pb2.Tool(
+        name=tool.function.name, description=tool.function.description or "", parameters_json=parameters
+    )
+    if tool.function.strict is not None:
+        proto.strict = tool.function.strict
+    return proto

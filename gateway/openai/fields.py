@@ -1,0 +1,150 @@
+"""Reading a body: JSON errors in plain words, fields that are refused by name, fields that are ignored."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from rorqual.core.errors import InvalidRequestError
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+IGNORED_HEADER = "x-rorqual-ignored-fields"
+MAX_NAMED_FIELDS = 16
+
+_AT = re.compile(r" - at `(?:key in )?\$?(.*)`$")
+_MISSING = re.compile(r"Object missing required field `(.*)`")
+
+# Known fields that change nothing here.
+_SILENT = frozenset(("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"))
+
+# Known fields that are not served yet, with the values that ask for nothing (null always does).
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "documents": ([],),
+    "ebnf": (),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "include_reasoning": (True,),
+    "json_schema": (),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "prediction": (),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "regex": (),
+    "response_format": ({"type": "text"},),
+    "return_tokens_as_token_ids": (False,),
+    "separate_reasoning": (True,),
+    "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "thinking": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+_HINTS = {
+    "thinking": 'use chat_template_kwargs: {"thinking": true}',
+    "prompt_logprobs": "use echo with logprobs on /v1/completions",
+    "functions": "use tools",
+    "function_call": "use tools and tool_choice",
+}
+
+
+class BodyReader(Generic[T]):
+    """Decodes one endpoint's body type."""
+
+    def __init__(self, body_type: type[T], refused: Mapping[str, tuple[Any, ...]] | None = None) -> None:
+        """`refused`: further fields that this endpoint knows and does not serve, with their harmless values."""
+        self._decode: Callable[[bytes], T] = msgspec.json.Decoder(body_type).decode
+        self._names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+        self._served = frozenset(body_type.__struct_fields__)
+        self._refused = {**_REFUSED, **(refused or {})}
+
+    def read(self, raw: bytes) -> tuple[T, list[str]]:
+        """The body, and the names of fields that nobody knows. Raises InvalidRequestError."""
+        try:
+            if not raw.isascii():
+                raw.decode("utf-8")
+            given = self._names(raw)
+            unknown = [name for name in given if name not in self._served and not self._settle(name, given[name])]
+            return self._decode(raw), unknown
+        except UnicodeDecodeError as error:
+            raise InvalidRequestError(
+                f"the body is not valid UTF-8 (byte {error.start})", reason="INVALID_JSON"
+            ) from None
+        except RecursionError:
+            raise InvalidRequestError("the body is nested too deeply", reason="INVALID_JSON") from None
+        except msgspec.ValidationError as error:
+            raise _explain(str(error)) from None
+        except msgspec.DecodeError as error:
+            raise InvalidRequestError(f"the body is not valid JSON: {error}", reason="INVALID_JSON") from None
+
+    def _settle(self, name: str, value: msgspec.Raw) -> bool:
+        """Whether an unserved field is known. Raises where it asks for something."""
+        if name in _SILENT:
+            return True
+        harmless = self._refused.get(name)
+        if harmless is None:
+            return False
+        asked = msgspec.json.decode(value)
+        if asked is not None and asked not in harmless:
+            hint = f": {_HINTS[name]}" if name in _HINTS else ""
+            raise refuse(name, f"{name} is not supported here{hint}")
+        return True
+
+
+def refuse(name: str, message: str) -> InvalidRequestError:
+    """A 400 for a known field whose value is not served."""
+    return InvalidRequestError(message, reason="UNSUPPORTED_FIELD", field=name)
+
+
+def invalid(name: str, message: str) -> InvalidRequestError:
+    """A 400 for a value that makes no sense."""
+    return InvalidRequestError(f"{name}: {message}", reason="INVALID_VALUE", field=name)
+
+
+def ignored_header(names: list[str]) -> dict[str, str]:
+    """The warning header that names ignored fields; empty where there are none."""
+    if not names:
+        return {}
+    shown = ", ".join(quote(name[:64], safe="") for name in names[:MAX_NAMED_FIELDS])
+    rest = f", and {len(names) - MAX_NAMED_FIELDS} more" if len(names) > MAX_NAMED_FIELDS else ""
+    return {IGNORED_HEADER: shown + rest}
+
+
+def _explain(text: str) -> InvalidRequestError:
+    """msgspec's "Expected `int`, got `str` - at `$.messages[0].role`" as a fault of messages[0].role."""
+    at = _AT.search(text)
+    path = at.group(1).lstrip(".").removesuffix("[...]") if at else ""
+    what = _AT.sub("", text).replace("`", "")
+    missing = _MISSING.match(text)
+    if missing:
+        path = f"{path}.{missing.group(1)}" if path else missing.group(1)
+        what = "it is required"
+    if not path:
+        return InvalidRequestError(
+            f"the body must be a JSON object: {what[0].lower()}{what[1:]}", reason="INVALID_JSON"
+        )
+    return invalid(path, f"{what[0].lower()}{what[1:]}")

@@ -1,0 +1,148 @@
+"""OpenAI's request bodies, as far as they are served: types and ranges. Every field may be null."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Raw
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_STOP_BYTES = 1024
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_MESSAGES = 16_384
+MAX_PROMPTS = 2048
+
+Unit = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Count = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Id = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+TopCount = Annotated[int, Meta(ge=0, le=20)]
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationFields(msgspec.Struct, kw_only=True):
+    """What chat and text completions have in common."""
+
+    model: str | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1 and 0: off
+    min_p: Unit | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Annotated[list[Id], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    return_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
+    user: str | None = None
+
+
+class ContentPart(msgspec.Struct):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class FunctionCall(msgspec.Struct):
+    name: str
+    arguments: str | None = None
+
+
+class ToolCall(msgspec.Struct):
+    function: FunctionCall
+    id: str | None = None
+    type: str | None = None
+
+
+class Message(msgspec.Struct):
+    role: str
+    content: str | list[ContentPart] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class Function(msgspec.Struct):
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: Raw = msgspec.field(default_factory=lambda: Raw(b"null"))
+    strict: bool | None = None
+
+
+class ToolSpec(msgspec.Struct):
+    type: str
+    function: Function | None = None
+
+
+class ChatFields(msgspec.Struct, kw_only=True):
+    """How a conversation is rendered."""
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    tools: list[ToolSpec] | None = None
+    tool_choice: Any = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+
+class ChatBody(GenerationFields, ChatFields, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=2**32 - 1)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=2**32 - 1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopCount | None = None
+
+
+class CompletionBody(GenerationFields, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | Id | list[Id]]
+    max_tokens: Count | None = None
+    logprobs: TopCount | None = None
+    echo: bool | None = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """POST /tokenize: a `prompt`, or `messages` and how they are rendered."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    tools: list[ToolSpec] | None = None
+    tool_choice: Any = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """POST /detokenize."""
+
+    tokens: list[Id]
+    model: str | None = None

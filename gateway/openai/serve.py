@@ -1,0 +1,115 @@
+"""Running one generation: streams out to the tokenizers, pieces back, an answer to the client."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Sequence
+
+from rorqual.core.errors import CancelledRequestError, DeadlineExceededError, RorqualError
+from rorqual.telemetry import context_to_proto
+from rorqual.v1 import text_pb2
+
+from ..asgi import Exchange
+from ..context import GatewayContext
+from ..observe import OperationSpan
+from ..upstream.inbox import Inbox, Piece
+from ..upstream.stream import TextStream
+from .answer import Answer
+
+
+async def serve_generation(
+    context: GatewayContext,
+    exchange: Exchange,
+    span: OperationSpan,
+    commands: Sequence[text_pb2.TextCommand],
+    answer: Answer,
+    *,
+    stream: bool,
+    echo: bool = False,
+) -> None:
+    """Answer `commands` (one a prompt, with equal n) as one response.
+
+    Raises RorqualError for what the caller has yet to tell the client; CancelledRequestError where it left.
+    Whatever happens, nothing of it runs on afterwards.
+    """
+    clock, config = context.clock, context.config
+    inbox = Inbox(clock, num_streams=len(commands), whole=not stream)
+    deadline_s = span.began_s + config.request_timeout_s
+    streams: list[TextStream] = []
+    trace = context_to_proto(span.span)
+    for command in commands:
+        body = command.chat if command.WhichOneof("command") == "chat" else command.complete
+        body.options.trace.CopyFrom(trace)
+        num_choices = max(1, body.options.num_choices)
+        streams.append(
+            TextStream(
+                context.replicas,
+                command,
+                inbox,
+                clock,
+                deadline_s=deadline_s,
+                index_base=len(streams) * num_choices,
+                echo_expected=echo,
+            )
+        )
+    late = DeadlineExceededError(f"the request took longer than {config.request_timeout_s:g} s")
+    timer = asyncio.get_running_loop().call_later(config.request_timeout_s, inbox.fail, late)
+    watcher = exchange.watch_disconnect(functools.partial(_leave, inbox, streams))
+    end = functools.partial(_end, inbox, streams)
+    context.running.add(end)
+    try:
+        for text_stream in streams:
+            await text_stream.start()
+            if inbox.error is not None:
+                raise inbox.error
+        if stream:
+            await _stream_out(exchange, inbox, answer)
+        else:
+            body_bytes = answer.whole(await inbox.take())
+            await exchange.respond(200, body_bytes)
+    except CancelledRequestError:
+        context.meters.disconnects.inc()
+        raise
+    finally:
+        context.running.discard(end)
+        timer.cancel()
+        watcher.cancel()
+        for text_stream in streams:
+            text_stream.cancel()
+        span.tokens(inbox)
+        span.usage(answer.progress.usages, answer.progress.finish_reasons)
+
+
+def _leave(inbox: Inbox, streams: Sequence[TextStream]) -> None:
+    """The client has gone: tell the tokenizers at once, not when the handler next runs."""
+    _end(inbox, streams, CancelledRequestError("the client went away"))
+
+
+def _end(inbox: Inbox, streams: Sequence[TextStream], error: RorqualError) -> None:
+    inbox.fail(error)
+    for text_stream in streams:
+        text_stream.cancel()
+
+
+async def _stream_out(exchange: Exchange, inbox: Inbox, answer: Answer) -> None:
+    """Headers once the request is accepted, then a write for each batch of pieces."""
+    pieces = await inbox.take()
+    await exchange.begin_stream()
+    while pieces:
+        events = answer.chunks(pieces[0]) if len(pieces) == 1 else await _join(exchange, pieces, answer)
+        if events:
+            await exchange.write(events)
+        pieces = await inbox.take()
+    await exchange.end_stream(answer.last_chunks())
+
+
+async def _join(exchange: Exchange, pieces: list[Piece], answer: Answer) -> bytes:
+    """The events of all `pieces`. Those before a failed choice are written before its error is raised."""
+    events: list[bytes] = []
+    try:
+        events.extend(answer.chunks(piece) for piece in pieces)
+    except RorqualError:
+        await exchange.write(b"".join(events))
+        raise
+    return b"".join(events)

@@ -1,0 +1,50 @@
+"""OpenAI's usage object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rorqual.core.errors import InternalError, UnavailableError
+from rorqual.rpc.status import from_error_proto
+from rorqual.v1 import common_pb2, text_pb2
+
+_FINISH_REASONS: dict[int, str] = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
+}
+
+
+def finish_reason(finished: text_pb2.ChoiceFinished) -> str:
+    """OpenAI's word for why a choice ended. Raises the error behind a choice that failed."""
+    if finished.reason in _FINISH_REASONS:
+        return _FINISH_REASONS[finished.reason]
+    if finished.HasField("error"):
+        raise from_error_proto(finished.error)
+    if finished.reason == common_pb2.FINISH_REASON_ABORTED:
+        raise UnavailableError("the request was aborted by the engine", reason="ABORTED")
+    raise InternalError(f"a choice ended with reason {finished.reason} and no error")
+
+
+def stop_reason(finished: text_pb2.ChoiceFinished) -> int | str | None:
+    """The stop token or stop string that ended a choice, where one did."""
+    which = finished.WhichOneof("stop")
+    return getattr(finished, which) if which else None
+
+
+def usage_object(usages: Iterable[text_pb2.Usage]) -> dict[str, Any]:
+    """The sum over the prompts of one HTTP request; a prompt counts once, whatever n."""
+    prompt = cached = generated = reasoning = 0
+    for usage in usages:
+        prompt += usage.num_prompt_tokens
+        cached += usage.num_cached_tokens
+        generated += usage.num_generated_tokens
+        reasoning += usage.num_reasoning_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
+    }

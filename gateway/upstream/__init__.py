@@ -1,0 +1,1 @@
+"""The way to the tokenizers: sessions, replicas, and streams that outlive both."""

@@ -1,0 +1,234 @@
+"""The tokenizer replicas: which are there, which are ready, and which takes the next request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+from collections.abc import Callable, Iterable
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from rorqual.core.clock import Clock
+from rorqual.core.errors import ModelNotFoundError, UnavailableError
+from rorqual.rpc.channel import open_channel
+from rorqual.rpc.status import from_rpc_error
+from rorqual.v1 import text_pb2, text_pb2_grpc
+
+from .link import PEER_SILENT, SessionLink
+
+_log = logging.getLogger(__name__)
+
+TEXT_SERVICE = "rorqual.v1.TextService"
+RETRY_PERIOD_S = 0.25
+SILENCE_S = 10.0
+"""No heartbeat for so long: nothing new is placed there, and readiness is lost."""
+
+CALL_TIMEOUT_S = 10.0
+
+
+class State(enum.Enum):
+    """What a replica's health said last."""
+
+    UNREACHABLE = "unreachable"
+    NOT_READY = "not ready"  # it answers, but its scheduler or executor does not
+    READY = "ready"
+
+
+class Replica:
+    """One tokenizer: its channel, its health, its session."""
+
+    def __init__(self, address: str, *, peer_timeout_s: float, clock: Clock, on_change: Callable[[], None]) -> None:
+        self.address = address
+        self.state = State.UNREACHABLE
+        self.cause = f"tokenizer {address} has not answered yet"
+        self.models: tuple[text_pb2.ListModelsResponse, ...] = ()
+        self.link: SessionLink | None = None
+        self._peer_timeout_s = peer_timeout_s
+        self._clock = clock
+        self._on_change = on_change
+        self._reachable = asyncio.Event()
+        self._was_silent = False  # its last session died of silence: trust it again when it speaks
+        self._channel = open_channel(address)
+        self.stub = text_pb2_grpc.TextServiceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def usable(self) -> bool:
+        """A session is open and the peer alive: streams can be placed here."""
+        link = self.link
+        if link is None or self.state is State.UNREACHABLE or (self._was_silent and not link.heard):
+            return False
+        return link.silent_s < SILENCE_S
+
+    @property
+    def num_streams(self) -> int:
+        return self.link.num_streams if self.link is not None else 0
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._watch_health()), asyncio.create_task(self._keep_session())]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._channel.close()
+
+    def _set(self, state: State, cause: str) -> None:
+        if state is not self.state:
+            _log.log(logging.INFO if state is State.READY else logging.WARNING, "%s", cause)
+        self.state, self.cause = state, cause
+        if state is State.UNREACHABLE:
+            self._reachable.clear()
+        else:
+            self._reachable.set()
+        self._on_change()
+
+    async def _watch_health(self) -> None:
+        while True:
+            cause = f"tokenizer {self.address} is unreachable: it ended its health stream"
+            try:
+                async for answer in self._health.Watch(health_pb2.HealthCheckRequest(service=TEXT_SERVICE)):
+                    await self._on_health(answer.status)
+            except grpc.RpcError as error:
+                cause = f"tokenizer {self.address} is unreachable: {from_rpc_error(error).message}"
+            self._set(State.UNREACHABLE, cause)
+            await asyncio.sleep(RETRY_PERIOD_S)
+
+    async def _on_health(self, status: int) -> None:
+        response = await self.stub.ListModels(text_pb2.ListModelsRequest(), timeout=CALL_TIMEOUT_S)
+        self.models = (response,)
+        if status == health_pb2.HealthCheckResponse.SERVING:
+            self._set(State.READY, f"tokenizer {self.address} is ready")
+        else:
+            self._set(
+                State.NOT_READY,
+                f"tokenizer {self.address} answers, but the scheduler or the executor behind it is not ready",
+            )
+
+    async def _keep_session(self) -> None:
+        while True:
+            await self._reachable.wait()
+            self.link = link = SessionLink(
+                self.address,
+                self.stub.Session,
+                peer_timeout_s=self._peer_timeout_s,
+                clock=self._clock,
+                on_first_frame=self._on_change,
+            )
+            self._on_change()
+            try:
+                cause = await link.run()
+            finally:
+                self.link = None
+                self._on_change()
+            self._was_silent = cause.reason == PEER_SILENT
+            _log.warning("%s", cause.message)
+            await asyncio.sleep(RETRY_PERIOD_S)
+
+    def describe(self) -> str:
+        """Its state in words."""
+        if self.state is State.READY and not self.usable:
+            silent_s = self.link.silent_s if self.link is not None else 0.0
+            return f"tokenizer {self.address} has " + (
+                f"been silent for {silent_s:.0f} s"
+                if silent_s >= SILENCE_S or self._was_silent
+                else "no open session yet"
+            )
+        return self.cause
+
+    def serves(self, model: str) -> bool:
+        """Whether clients may ask for `model` here ("": whatever is served)."""
+        return not model or any(info.name == model for response in self.models for info in response.models)
+
+
+class ReplicaSet:
+    """All replicas of one gateway."""
+
+    def __init__(self, addresses: Iterable[str], *, peer_timeout_s: float, clock: Clock) -> None:
+        self._clock = clock
+        self.peer_timeout_s = peer_timeout_s
+        self._changed = asyncio.Event()
+        self.replicas = [
+            Replica(address, peer_timeout_s=peer_timeout_s, clock=clock, on_change=self._on_change)
+            for address in dict.fromkeys(addresses)
+        ]
+        self._turn = 0
+        self._was_ready = False
+        self._outage_began_s = clock.monotonic_s()
+
+    def start(self) -> None:
+        for replica in self.replicas:
+            replica.start()
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(replica.stop() for replica in self.replicas))
+
+    def _on_change(self) -> None:
+        if self._was_ready and not self.ready:
+            self._outage_began_s = self._clock.monotonic_s()
+        self._was_ready = self.ready
+        self._changed.set()  # wakes all that wait now
+        self._changed.clear()
+
+    @property
+    def ready(self) -> bool:
+        """Whether a new request would be taken now, by the whole chain."""
+        return any(r.usable and r.state is State.READY for r in self.replicas)
+
+    def causes(self) -> dict[str, str]:
+        """What each replica's state is, in words, by address."""
+        return {replica.address: replica.describe() for replica in self.replicas}
+
+    def models(self) -> list[tuple[text_pb2.ListModelsResponse, str]]:
+        """What can be asked for: each replica's answer, with its address."""
+        return [(response, replica.address) for replica in self.replicas for response in replica.models]
+
+    def fingerprint(self, model: str) -> str | None:
+        """OpenAI's system_fingerprint of `model` ("": whatever is served); None while it is unknown."""
+        for response, _ in self.models():
+            for info in response.models:
+                if info.fingerprint and model in ("", info.name):
+                    return "fp_" + info.fingerprint.hex()[:12]
+        return None
+
+    def pick(self, model: str, *, ready_only: bool, avoid: frozenset[str] = frozenset()) -> Replica | None:
+        """The least loaded replica for `model`; ready ones before others. Equal loads take turns."""
+        candidates = [r for r in self.replicas if r.usable and r.address not in avoid and r.serves(model)]
+        if best := [r for r in candidates if r.state is State.READY]:
+            candidates = best
+        elif ready_only:
+            return None
+        if not candidates:
+            return None
+        self._turn += 1
+        shift = self._turn % len(candidates)
+        return min(candidates[shift:] + candidates[:shift], key=lambda r: r.num_streams)
+
+    def check_model(self, model: str) -> None:
+        """Raises ModelNotFoundError where all that answer know the name as nobody's."""
+        known = [replica for replica in self.replicas if any(r.models for r in replica.models)]
+        if model and known and not any(replica.serves(model) for replica in known):
+            raise ModelNotFoundError(f"the model {model!r} does not exist here", field="model")
+
+    async def acquire(self, model: str, *, until_s: float | None = None) -> Replica:
+        """A replica for a stream.
+
+        Without `until_s`, for a new request: a ready one, and where there is none it waits as long as the outage is
+        younger than peer_timeout_s. With it, for a resume: one that is usable, by that time on the clock. Raises
+        UnavailableError with the cause, ModelNotFoundError.
+        """
+        while True:
+            self.check_model(model)
+            replica = self.pick(model, ready_only=until_s is None)
+            if replica is not None:
+                return replica
+            limit_s = self._outage_began_s + self.peer_timeout_s if until_s is None else until_s
+            left_s = limit_s - self._clock.monotonic_s()
+            if left_s <= 0:
+                raise UnavailableError("; ".join(self.causes().values()))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), left_s)
