@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
 import math
 import os
 import sys
@@ -20,6 +21,7 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 from .config import ExecutorConfig, GatewayConfig, SchedulerConfig, TokenizerConfig
@@ -101,7 +103,8 @@ class Given:
     source: str
 
 
-def settings_of(cls: type) -> dict[str, Setting]:
+@functools.cache
+def settings_of(cls: type) -> Mapping[str, Setting]:
     """The leaf fields of a configuration class by name, nested dataclasses flattened, in their order."""
     found: dict[str, Setting] = {}
 
@@ -128,7 +131,7 @@ def settings_of(cls: type) -> dict[str, Setting]:
             )
 
     walk(cls, "")
-    return found
+    return MappingProxyType(found)
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
@@ -172,13 +175,13 @@ def parse_toml(setting: Setting, value: object, source: str) -> Given:
         if isinstance(value, str):
             return parse_text(setting, value, source)
         ok = isinstance(value, list) and all(isinstance(part, str) for part in value)
-        value = tuple(value) if isinstance(value, list) else value
     else:
         ok = type(value) is setting.type
     if not ok:
         kind = "a list of texts" if setting.type == tuple[str, ...] else _TYPE_NAMES[setting.type]
-        raise ConfigError(f"{source} must be {kind}, got {setting.show(value)!r}", field=setting.name)
-    return _checked(setting, value, source)
+        shown = "(hidden)" if setting.secret else repr(value)
+        raise ConfigError(f"{source} must be {kind}, got {shown}", field=setting.name)
+    return _checked(setting, tuple(value) if isinstance(value, list) else value, source)
 
 
 def _checked(setting: Setting, value: Any, source: str) -> Given:

@@ -1,0 +1,58 @@
+# make serve    set up and serve the embedded model on http://127.0.0.1:8000 (MODEL=, PORT=, FLAGS=)
+# make test     set up and run every test that needs no GPU
+#
+# Variables: PYTHON (an interpreter, 3.11 or 3.12), TORCH_INDEX (PyTorch's own CPU index, for machines without a GPU).
+
+PYTHON ?=
+TORCH_INDEX ?=
+MODEL ?=
+PORT ?=
+FLAGS ?=
+TESTS ?=
+
+VENV := .venv/bin
+PYTHON_PACKAGES := rorqual services gateway executor
+export PYTHON TORCH_INDEX
+
+.PHONY: help serve test lint types protos check-protos kernels bench-cpu eval-tiny setup setup-dev clean
+
+help:  ## show this
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup:  ## make .venv and install what serving needs
+	@scripts/setup serve
+
+setup-dev:  ## the same, and what tests and checks need
+	@scripts/setup dev
+
+serve: setup  ## start the four processes and serve until Ctrl-C (MODEL=/path/to/checkpoint PORT=9000)
+	@$(VENV)/rorqual up $(if $(MODEL),--model "$(MODEL)") $(if $(PORT),--port $(PORT)) $(FLAGS)
+
+test: setup-dev  ## every test that needs no GPU (TESTS=tests/unit for some)
+	@$(VENV)/python -m pytest -m "not gpu" $(TESTS)
+
+lint: setup-dev  ## ruff: faults and format
+	$(VENV)/ruff check .
+	$(VENV)/ruff format --check .
+
+types: setup-dev  ## mypy, strict
+	$(VENV)/mypy $(PYTHON_PACKAGES)
+
+protos: setup-dev  ## generate rorqual/v1 from protos/
+	@scripts/protos rorqual
+
+check-protos: setup-dev  ## buf lint, and whether rorqual/v1 is what protos/ generates
+	$(VENV)/buf lint
+	@scripts/protos --check
+
+kernels: setup-dev  ## compile csrc/ where nvcc is
+	@scripts/kernels
+
+bench-cpu: setup-dev  ## throughput beside transformers, start-up, memory
+	@$(VENV)/python benchmarks/serving/bench_cpu.py $(FLAGS)
+
+eval-tiny: setup-dev  ## scores of the embedded model
+	@$(VENV)/python models/tiny/evaluate.py $(FLAGS)
+
+clean:  ## remove what was built, the logs and .venv
+	rm -rf .venv .rorqual build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
