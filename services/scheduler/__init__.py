@@ -1,0 +1,1 @@
+"""The scheduler: who runs, and which KV block belongs to whom."""

@@ -1,0 +1,580 @@
+"""The scheduler's decisions: an event in; orders for executors and events of streams out.
+
+No clock, no I/O: time comes in with each event, and what goes out is picked up by whoever has a wire to send it
+on. So the same core runs under property tests, in a simulator on virtual time, and behind gRPC.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from rorqual.core.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    NumericalFaultError,
+    PreconditionError,
+    QueueFullError,
+    RorqualError,
+    SupersededError,
+)
+
+from .events import (
+    Cancel,
+    Event,
+    ExecutorConnected,
+    ExecutorLost,
+    ExecutorSpec,
+    FinishEarly,
+    ModelSpec,
+    Open,
+    Reported,
+    Tick,
+)
+from .executor_state import ExecutorState, Plan
+from .kv_cache import blocks_for
+from .orders import Order
+from .sequence import Sequence, State
+from .stats import CoreStats, Occupancy
+from .stream_events import (
+    FinishReason,
+    StreamAdmitted,
+    StreamEvent,
+    StreamFailed,
+    StreamFinished,
+    StreamPreempted,
+    StreamStarted,
+    StreamTokens,
+)
+from .validation import capacity_error, check_against_model, total_tokens_bound
+from .waiting_queue import WaitingQueue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreConfig:
+    """The deployment's own bounds; 0: none beyond the executors'."""
+
+    max_model_len: int = 0
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
+    enable_prefix_caching: bool = True
+    max_queue_len: int = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """What one event brought about."""
+
+    events: list[StreamEvent] = field(default_factory=list)  # of one stream, in order
+    links: tuple[int, ...] = ()  # links with orders to take
+
+
+class SchedulerCore:
+    """All streams and executors of one model replica."""
+
+    def __init__(self, config: CoreConfig) -> None:
+        self._config = config
+        self.stats = CoreStats()
+        self.model: ModelSpec | None = None  # the last one served, also while no executor is connected
+        self._executors: dict[int, ExecutorState] = {}
+        self._streams: dict[int, Sequence] = {}
+        self._by_request: dict[tuple[str, int], Sequence] = {}  # (request id, choice): attempts of one meet here
+        self._waiting = WaitingQueue()
+        self._parked: dict[int, Sequence] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        self._num_arrivals = 0
+        self._num_seq_ids = 0
+        self._capacity_version = 0  # grows whenever what could not be placed might be
+        self._events: list[StreamEvent] = []
+        self._touched: dict[int, ExecutorState] = {}
+        self._now_s = 0.0
+
+    # -- the outside ----------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now_s: float) -> Effects:
+        """Take in one event. PreconditionError for an executor that cannot join."""
+        return self.handle_all((event,), now_s)
+
+    def handle_all(self, events: Iterable[Event], now_s: float) -> Effects:
+        """Take in events that came together, then decide once."""
+        self._now_s = now_s
+        try:
+            for event in events:
+                self._apply(event)
+        finally:
+            # Also after a refused executor: what other events of the batch changed is acted upon.
+            self._expire()
+            self._schedule()
+        out, self._events = self._events, []
+        links = tuple(link_id for link_id, executor in self._touched.items() if executor.has_orders)
+        self._touched = {}
+        return Effects(out, links)
+
+    def take_batch(self, link_id: int) -> tuple[int, list[Order]] | None:
+        """The next order batch of a link and its number, when its wire is free; None where there is nothing to send."""
+        executor = self._executors.get(link_id)
+        return executor.take_batch() if executor is not None else None
+
+    def next_deadline_s(self) -> float | None:
+        """When a Tick is due."""
+        while self._deadlines and self._deadlines[0][1] not in self._streams:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def occupancy(self) -> Occupancy:
+        executors = self._executors.values()
+        num_running = sum(executor.num_running for executor in executors)
+        return Occupancy(
+            num_executors=len(executors),
+            num_running=num_running,
+            num_waiting=len(self._streams) - num_running,
+            num_total_blocks=sum(executor.cache.num_blocks for executor in executors),
+            num_free_blocks=sum(executor.cache.num_free for executor in executors),
+            num_granted_unwritten_blocks=sum(executor.num_granted_unwritten for executor in executors),
+        )
+
+    # -- events ---------------------------------------------------------------------------------------
+
+    def _apply(self, event: Event) -> None:
+        match event:
+            case Reported():
+                self._on_report(event)
+            case Open():
+                self._on_open(event)
+            case Cancel():
+                if (seq := self._streams.get(event.stream_id)) is not None:
+                    self._finish(seq, FinishReason.ABORTED)
+            case FinishEarly():
+                if (seq := self._streams.get(event.stream_id)) is not None:
+                    self._finish(seq, FinishReason.STOP, num_generated=min(event.num_tokens, seq.num_generated))
+            case ExecutorConnected():
+                self._on_connected(event.link_id, event.spec)
+            case ExecutorLost():
+                self._on_lost(event.link_id)
+            case Tick():
+                pass
+
+    def _on_open(self, event: Open) -> None:
+        request = event.request
+        if event.stream_id in self._streams:
+            raise InvalidRequestError(f"stream {event.stream_id} is open already", reason="STREAM_ID_REUSED")
+        key = (request.request_id, request.choice_index)
+        older = self._by_request.get(key)
+        if older is not None:
+            if older.request.attempt >= request.attempt:
+                self._refuse(event.stream_id, _not_newer(request.request_id, older.request.attempt, request.attempt))
+                return
+            self._fail(older, SupersededError(f"attempt {request.attempt} of this request took over"))
+        self._num_arrivals += 1
+        seq = Sequence(event.stream_id, request, event.token_ids, self._num_arrivals, self._now_s)
+        if self.model is not None and (error := self._validate(seq, self.model)) is not None:
+            self._refuse(event.stream_id, error)
+            return
+        if seq.is_new and len(self._streams) - self._num_running() >= self._config.max_queue_len:
+            self._refuse(
+                event.stream_id,
+                QueueFullError(
+                    f"{self._config.max_queue_len} requests are waiting already; try again later",
+                    metadata={"max_queue_len": str(self._config.max_queue_len)},
+                ),
+            )
+            return
+        self._streams[event.stream_id] = seq
+        self._by_request[key] = seq
+        if self._finish_if_ended(seq):
+            return
+        if request.deadline_s is not None:
+            heapq.heappush(self._deadlines, (request.deadline_s, event.stream_id))
+        self._enqueue(seq)
+
+    def _on_connected(self, link_id: int, spec: ExecutorSpec) -> None:
+        model = spec.model
+        if self._config.max_model_len:
+            model = replace(model, max_model_len=min(model.max_model_len, self._config.max_model_len))
+        served = self.model
+        for other in [e for e in self._executors.values() if e.spec.executor_id == spec.executor_id]:
+            self._on_lost(other.link_id)  # it says hello again: the old link is dead, whether we have noticed or not
+        if self._executors and served is not None:
+            if (model.fingerprint, model.deterministic) != (served.fingerprint, served.deterministic):
+                raise PreconditionError(
+                    "executors of another model, or with another --deterministic, are connected "
+                    f"({served.name}, {served.fingerprint.hex()[:12]}); this one has {model.name}, "
+                    f"{model.fingerprint.hex()[:12]}: give each model a scheduler of its own",
+                    reason="MODEL_MISMATCH",
+                )
+            model = replace(served, max_model_len=min(model.max_model_len, served.max_model_len))
+        self.model = model
+        executor = ExecutorState(
+            link_id,
+            replace(spec, model=model),
+            max_num_seqs=self._config.max_num_seqs,
+            max_num_batched_tokens=self._config.max_num_batched_tokens,
+            caching=self._config.enable_prefix_caching,
+        )
+        self._executors[link_id] = executor
+        self._touch(executor)
+        parked, self._parked = self._parked, {}
+        for seq in parked.values():
+            self._enqueue(seq)
+
+    def _on_lost(self, link_id: int) -> None:
+        executor = self._executors.pop(link_id, None)
+        if executor is None:
+            return
+        self._touched.pop(link_id, None)
+        self._capacity_version += 1
+        for seq in executor.all_followers():
+            if seq.state is State.FOLLOWING:
+                self._enqueue(seq)
+        for seq in executor.sequences.values():
+            # What was not reported never happened; what was is the request now.
+            if seq.state is State.RUNNING:
+                self._events.append(StreamPreempted(seq.stream_id, "executor lost"))
+            self._return_to_queue(seq)
+
+    def _on_report(self, report: Reported) -> None:
+        executor = self._executors.get(report.link_id)
+        if executor is None:
+            return
+        self._touched[report.link_id] = executor
+        if report.computed_seq_ids or executor.hungry:
+            self._capacity_version += 1
+        sequences, stats = executor.sequences, self.stats
+        if report.num_steps and report.step_time_us:
+            executor.note_step_time(report.num_steps, report.step_time_us)
+        stats.num_paused_steps += len(report.paused_seq_ids)
+        for seq_id, num_computed in zip(report.computed_seq_ids, report.num_computed_tokens, strict=True):
+            seq = sequences.get(seq_id)
+            if seq is not None and seq.state is State.RUNNING:
+                executor.note_computed(seq, num_computed)
+        for seq_id, message in report.faults:
+            if (seq := sequences.get(seq_id)) is not None:
+                executor.take_back_labels(seq)
+                self._fail(seq, NumericalFaultError(message), is_gone=True)
+        logprobs = report.logprobs
+        for seq_id, (_, of_prompt) in logprobs.items():
+            if of_prompt and (seq := sequences.get(seq_id)) is not None:
+                seq.prompt_logprobs.extend(of_prompt)
+        self._on_tokens(executor, report)
+        for seq in executor.acknowledged(report.last_batch_id):
+            self._return_to_queue(seq)
+
+    def _on_tokens(self, executor: ExecutorState, report: Reported) -> None:
+        """The hot path: a lookup, an append and an event a sequence."""
+        get, emit, finish, token_ids = executor.sequences.get, self._events.append, report.finish, report.token_ids
+        logprobs = report.logprobs
+        num_reported = offset = 0
+        for i, (seq_id, num_new) in enumerate(zip(report.seq_ids, report.num_tokens, strict=True)):
+            start, offset = offset, offset + 4 * num_new
+            seq = get(seq_id)
+            if seq is None:
+                continue  # cancelled: what it still reports is nobody's
+            if num_new:
+                num_reported += num_new
+                new = token_ids[start:offset]
+                if logprobs or seq.prompt_logprobs or seq.scores_prompt_only:
+                    self._emit_with_logprobs(seq, new, logprobs.get(seq_id, ([], []))[0])
+                    if seq.scores_prompt_only:
+                        self._finish(seq, FinishReason.LENGTH, is_gone=bool(finish and finish[i]))
+                        continue
+                else:
+                    emit(StreamTokens(seq.stream_id, new))
+                seq.history += new
+                seq.num_tokens += num_new
+                if seq.num_tokens >= seq.next_check:
+                    executor.note_tokens(seq)
+            if finish and finish[i]:
+                self._finish(seq, FinishReason(finish[i]), is_gone=True)
+        self.stats.num_generated_tokens += num_reported
+
+    def _emit_with_logprobs(self, seq: Sequence, new: bytes, logprobs: list[object]) -> None:
+        of_prompt: list[object] | None = None
+        if seq.prompt_logprobs and not seq.prompt_logprobs_delivered:
+            of_prompt = seq.prompt_logprobs
+            seq.prompt_logprobs_delivered = True
+        seq.prompt_logprobs = []
+        if seq.scores_prompt_only:
+            self._events.append(StreamTokens(seq.stream_id, b"", None, of_prompt))
+        else:
+            self._events.append(StreamTokens(seq.stream_id, new, logprobs or None, of_prompt))
+
+    def _expire(self) -> None:
+        while self._deadlines and self._deadlines[0][0] <= self._now_s:
+            _, stream_id = heapq.heappop(self._deadlines)
+            seq = self._streams.get(stream_id)
+            if seq is not None:
+                waited = self._now_s - seq.arrival_s
+                self._fail(
+                    seq,
+                    DeadlineExceededError(
+                        f"the request's time ran out after {waited:.3f} s, "
+                        + ("in the queue" if not seq.started else f"with {seq.num_generated} tokens generated")
+                    ),
+                )
+
+    # -- decisions ------------------------------------------------------------------------------------
+
+    def _schedule(self) -> None:
+        """Let running sequences grow, then others in, then send chunks."""
+        for executor in list(self._touched.values()):
+            if executor.hungry:
+                self._feed(executor)
+        self._admit_waiting()
+        for executor in self._touched.values():
+            executor.send_chunks()
+
+    def _feed(self, executor: ExecutorState) -> None:
+        """Blocks for those that need one, best first; who is about to stand still takes them from the worst.
+
+        The best of all is never displaced and fits alone, so it always gets on, and after it the next.
+        """
+        for seq in sorted(executor.hungry.values(), key=lambda s: s.rank):
+            if seq.state is not State.RUNNING:
+                continue  # displaced by a better one just now
+            if executor.is_urgent(seq):
+                while executor.cache.num_free == 0:
+                    victim = executor.worst()
+                    if victim is None or victim.rank <= seq.rank:
+                        return  # it stands still until a better one ends
+                    self._preempt(executor, victim, "memory")
+            if executor.cache.num_free:
+                executor.grant(seq)
+
+    def _admit_waiting(self) -> None:
+        while True:
+            # Woken first: they come before what arrived after them.
+            for executor in self._touched.values():
+                self._wake_followers(executor)
+            seq = self._waiting.peek()
+            if seq is None or not self._executors or seq.tried_at == self._capacity_version:
+                return
+            if not self._place(seq):
+                seq.tried_at = self._capacity_version
+                return
+
+    def _place(self, seq: Sequence) -> bool:
+        """Admit, park, refuse or let follow the queue's head; False where it has to stay."""
+        model = self.model
+        assert model is not None
+        if seq.validated_for != model and (error := self._validate(seq, model)) is not None:
+            self._fail(seq, error)
+            return True
+        if self._finish_if_ended(seq):
+            return True
+        num_blocks = max(executor.cache.num_blocks for executor in self._executors.values())
+        if seq.max_blocks > num_blocks:
+            self._outgrown(seq, model, num_blocks)
+            return True
+        seq.hash_blocks(seq.num_tokens // 64, model, caching=self._config.enable_prefix_caching)
+        best: tuple[ExecutorState, Plan] | None = None
+        for executor in self._executors.values():
+            if seq.max_blocks <= executor.cache.num_blocks:
+                plan = executor.plan(seq)
+                if plan is not None and (best is None or plan.cost < best[1].cost):
+                    best = executor, plan
+        if best is None:
+            best = self._make_room(seq)
+        if best is None:
+            return False
+        executor, plan = best
+        self._waiting.discard(seq)
+        if plan.follow is not None:
+            seq.state = State.FOLLOWING
+            executor.follow(seq, plan.follow)
+        else:
+            self._admit(executor, seq, plan)
+        return True
+
+    def _outgrown(self, seq: Sequence, model: ModelSpec, num_blocks: int) -> None:
+        """The queue's head was accepted when a larger executor was there."""
+        bound = total_tokens_bound(seq.request, model, num_blocks)
+        if seq.request.max_tokens is None and seq.num_tokens < bound:
+            seq.max_total, seq.max_blocks = bound, blocks_for(bound - 1)  # its end was ours to choose
+        elif seq.was_parked:
+            self._fail(seq, capacity_error(seq.request, seq.max_total, num_blocks))
+        else:  # it waits for the next one to connect, which is likely the same again
+            self._waiting.discard(seq)
+            seq.was_parked = True
+            seq.state = State.PARKED
+            self._parked[seq.stream_id] = seq
+
+    def _make_room(self, seq: Sequence) -> tuple[ExecutorState, Plan] | None:
+        """Displace sequences of a lower priority class for `seq`, if that lets it in."""
+        for executor in self._executors.values():
+            if seq.max_blocks > executor.cache.num_blocks:
+                continue
+            victims = executor.victims_for(seq)
+            for victim in victims:
+                self._preempt(executor, victim, "priority")
+            if victims and (plan := executor.plan(seq)) is not None:
+                return executor, plan
+        return None
+
+    def _admit(self, executor: ExecutorState, seq: Sequence, plan: Plan) -> None:
+        self._num_seq_ids += 1
+        executor.admit(seq, self._num_seq_ids, plan)
+        self._touch(executor)
+        request = seq.request
+        num_cached = min(seq.num_computed, request.num_prompt_tokens)
+        self._events.append(StreamAdmitted(seq.stream_id, seq.seq_id, seq.num_computed))
+        seq.is_new = False
+        if seq.started:
+            return
+        seq.started = True
+        self.stats.num_cached_prompt_tokens += num_cached
+        self.stats.num_computed_prompt_tokens += request.num_prompt_tokens - num_cached
+        self.stats.queue_times_s.append(self._now_s - seq.arrival_s)
+        if not request.is_resume:
+            seq.num_cached_first = num_cached
+            seq.queue_time_us = round((self._now_s - seq.arrival_s) * 1e6)
+        self._events.append(StreamStarted(seq.stream_id, seq.num_cached_first, seq.queue_time_us, request.seed))
+
+    def _preempt(self, executor: ExecutorState, seq: Sequence, why: str) -> None:
+        executor.drain(seq)
+        seq.state = State.DRAINING
+        seq.was_preempted = True
+        self.stats.num_preemptions += 1
+        self._events.append(StreamPreempted(seq.stream_id, why))
+        self._touch(executor)
+
+    def _enqueue(self, seq: Sequence) -> None:
+        seq.state = State.WAITING
+        seq.tried_at = -1
+        self._waiting.push(seq)
+
+    def _return_to_queue(self, seq: Sequence) -> None:
+        seq.reset_admission()
+        if not self._finish_if_ended(seq):
+            self._enqueue(seq)
+
+    def _wake_followers(self, executor: ExecutorState) -> None:
+        if executor.woken:
+            woken, executor.woken = executor.woken, []
+            for seq in woken:
+                if seq.state is State.FOLLOWING:
+                    self._enqueue(seq)
+
+    def _validate(self, seq: Sequence, model: ModelSpec) -> RorqualError | None:
+        """Judge a request against the model served now, and set what follows from it."""
+        request = seq.request
+        error = check_against_model(request, seq.num_tokens, model)
+        if error is not None:
+            return error
+        num_blocks = max((executor.cache.num_blocks for executor in self._executors.values()), default=0)
+        max_total = total_tokens_bound(request, model, num_blocks or model.max_model_len)
+        seq.scores_prompt_only = (
+            request.max_tokens == 0 and request.wants_prompt_logprobs and not request.prompt_logprobs_delivered
+        )
+        if seq.scores_prompt_only:
+            max_total += 1  # the executor makes one token, which nobody sees
+        max_blocks = blocks_for(max_total - 1)
+        if num_blocks and max_blocks > num_blocks and not seq.started:
+            return capacity_error(request, max_total, num_blocks)
+        if seq.validated_for is not None and seq.validated_for.fingerprint != model.fingerprint:
+            seq.hashes = []
+        seq.max_total, seq.max_blocks = max_total, max_blocks
+        seq.validated_for = model if num_blocks else None  # again when the memory is known
+        return None
+
+    # -- ends -----------------------------------------------------------------------------------------
+
+    def _finish_if_ended(self, seq: Sequence) -> bool:
+        """Answer a history that needs no more tokens with its finish."""
+        request = seq.request
+        num_generated = seq.num_generated
+        if num_generated > request.min_tokens and seq.last_token() in request.stop_token_ids:
+            self._finish(seq, FinishReason.STOP)
+            return True
+        if seq.validated_for is not None and seq.num_tokens >= seq.max_total:
+            self._finish(seq, FinishReason.LENGTH)
+            return True
+        return False
+
+    def _finish(
+        self, seq: Sequence, reason: FinishReason, *, num_generated: int | None = None, is_gone: bool = False
+    ) -> None:
+        """End a stream. `is_gone`: the executor has ended the sequence itself."""
+        stop_token_id = None
+        if reason is FinishReason.STOP and num_generated is None and seq.num_generated > 0:
+            last = seq.last_token()
+            stop_token_id = last if last in seq.request.stop_token_ids else None
+        self._events.append(
+            StreamFinished(
+                seq.stream_id,
+                reason,
+                stop_token_id,
+                seq.num_cached_first,
+                seq.queue_time_us,
+                seq.num_generated if num_generated is None else num_generated,
+            )
+        )
+        self._remove(seq, reason.name.lower(), is_gone=is_gone)
+
+    def _fail(self, seq: Sequence, error: RorqualError, *, is_gone: bool = False) -> None:
+        self._events.append(StreamFailed(seq.stream_id, error))
+        self._remove(seq, error.reason.lower(), is_gone=is_gone)
+
+    def _refuse(self, stream_id: int, error: RorqualError) -> None:
+        """A request that never became a stream."""
+        self.stats.num_finished[error.reason.lower()] += 1
+        self._events.append(StreamFailed(stream_id, error))
+
+    def _remove(self, seq: Sequence, reason: str, *, is_gone: bool) -> None:
+        self.stats.num_finished[reason] += 1
+        executor, state = seq.executor, seq.state
+        seq.state = State.ENDED
+        del self._streams[seq.stream_id]
+        key = (seq.request.request_id, seq.request.choice_index)
+        if self._by_request.get(key) is seq:
+            del self._by_request[key]
+        self._waiting.discard(seq)
+        self._parked.pop(seq.stream_id, None)
+        if executor is None:
+            return
+        if state is State.RUNNING:
+            if is_gone:
+                executor.leave(seq)
+            else:
+                executor.drop(seq)
+            self._touch(executor)
+        elif state is State.DRAINING:
+            executor.sequences.pop(seq.seq_id, None)
+
+    def _touch(self, executor: ExecutorState) -> None:
+        """Something about `executor` changed that may let others in."""
+        self._capacity_version += 1
+        self._touched[executor.link_id] = executor
+
+    def _num_running(self) -> int:
+        return sum(executor.num_running for executor in self._executors.values())
+
+    # -- invariants, for tests ------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """AssertionError unless all accounts balance."""
+        for executor in self._executors.values():
+            running = [s for s in executor.sequences.values() if s.state is State.RUNNING]
+            assert len(running) == executor.num_running
+            assert all(self._streams[s.stream_id] is s for s in executor.sequences.values()), "an ended sequence runs"
+            for group_idx, pool in enumerate(executor.cache.pools):
+                users: dict[int, int] = {}
+                for seq in running:
+                    for block_id in seq.tables[group_idx]:
+                        users[block_id] = users.get(block_id, 0) + 1
+                pool.check(users)
+            executor.check(running)
+        states = [seq.state for seq in self._streams.values()]
+        assert State.ENDED not in states, "an ended stream is still open"
+        assert len(self._waiting) == states.count(State.WAITING)
+        assert len(self._parked) == states.count(State.PARKED)
+
+
+def _not_newer(request_id: str, live: int, attempt: int) -> RorqualError:
+    if attempt < live:
+        return SupersededError(f"attempt {live} of this request is live; attempt {attempt} is older")
+    return InvalidRequestError(
+        f"request {request_id!r} is live already: draw an id for each request, or resume with a higher attempt",
+        reason="DUPLICATE_REQUEST_ID",
+        field="request_id",
+    )

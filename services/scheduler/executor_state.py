@@ -1,0 +1,397 @@
+"""One executor as the scheduler sees it: its memory, its sequences, and the orders that wait for the wire."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from rorqual.core.blocks import BLOCK_SIZE
+
+from . import policy
+from .events import ExecutorSpec, ModelSpec
+from .kv_cache import KvCache, blocks_for
+from .orders import Admit, Drop, Extend, Label, Order, Prefill
+from .prefill_queue import PrefillQueue
+from .sequence import NEVER, Sequence, State
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What admitting a sequence here would mean. `follow` names a block that another is still computing."""
+
+    num_cached_blocks: int
+    follow: bytes | None
+    cost: int
+
+
+class ExecutorState:
+    """Grants blocks, cuts chunks and writes orders for one link. All its sequences' blocks are in its pools."""
+
+    __slots__ = (
+        "_ahead",
+        "_backlog",
+        "_by_hash_followers",
+        "_caching",
+        "_computing",
+        "_num_batches",
+        "_num_prefilling",
+        "_orders",
+        "_outstanding",
+        "_prefill",
+        "_step_time_us",
+        "cache",
+        "draining",
+        "hungry",
+        "link_id",
+        "max_num_seqs",
+        "model",
+        "num_running",
+        "room",
+        "sequences",
+        "spec",
+        "woken",
+    )
+
+    def __init__(
+        self, link_id: int, spec: ExecutorSpec, *, max_num_seqs: int, max_num_batched_tokens: int, caching: bool
+    ) -> None:
+        """`max_num_seqs`, `max_num_batched_tokens`: the deployment's own bounds, 0 for none."""
+        self.link_id = link_id
+        self.spec = spec
+        self.model: ModelSpec = spec.model
+        self.cache = KvCache(spec.groups, spec.inventory if caching else ())
+        self.max_num_seqs = min(spec.max_num_seqs, max_num_seqs or spec.max_num_seqs)
+        batched = min(spec.max_num_batched_tokens, max_num_batched_tokens or spec.max_num_batched_tokens)
+        # The executor sets decodes aside by its own figures; a bound of ours only makes chunks smaller.
+        self.room = max(BLOCK_SIZE, policy.chunk_room(batched, spec.max_num_seqs, spec.num_draft_tokens))
+        self._caching = caching
+        self.sequences: dict[int, Sequence] = {}  # RUNNING and DRAINING, by id
+        self.num_running = 0
+        self.draining: deque[tuple[int, int, Sequence]] = deque()  # (batch of its Drop, id, sequence), in order
+        self.hungry: dict[int, Sequence] = {}  # want a block and got none
+        self.woken: list[Sequence] = []  # followers whose block is computed, or will not be
+        self._by_hash_followers: dict[bytes, list[Sequence]] = {}
+        self._computing: dict[bytes, Sequence] = {}  # blocks that chunks will complete, and whose they are
+        self._prefill = PrefillQueue()
+        self._num_prefilling = 0  # sequences with history still to be cut into chunks
+        self._backlog = 0  # of their tokens, at most `room` a sequence: one long prompt does not close the door
+        self._outstanding = 0  # tokens in chunks sent and not yet reported
+        self._orders: list[Order] = []
+        self._num_batches = 0
+        self._step_time_us = 0.0
+        self._ahead = policy.tokens_ahead(0.0, 1 + spec.num_draft_tokens)
+
+    # -- orders ---------------------------------------------------------------------------------------
+
+    @property
+    def has_orders(self) -> bool:
+        return bool(self._orders)
+
+    def take_batch(self) -> tuple[int, list[Order]] | None:
+        """All orders gathered since the last batch, and the new batch's number; None where there are none."""
+        if not self._orders:
+            return None
+        orders, self._orders = self._orders, []
+        self._num_batches += 1
+        return self._num_batches, orders
+
+    # -- admission ------------------------------------------------------------------------------------
+
+    def plan(self, seq: Sequence) -> Plan | None:
+        """How `seq` would be admitted here now; None where it would have to wait."""
+        most = self._num_sharable(seq)
+        matched = wanted = self.cache.num_matched(seq.hashes, most)
+        while wanted < most and seq.hashes[wanted] in self._computing:
+            wanted += 1
+        if wanted > matched:
+            return Plan(matched, seq.hashes[wanted - 1], self._cost(seq, wanted))
+        if self.num_running >= self.max_num_seqs or self._is_closed or self._num_short(seq, matched) > 0:
+            return None
+        return Plan(matched, None, self._cost(seq, matched))
+
+    @property
+    def _is_closed(self) -> bool:
+        """Whether a newcomer would only wait here, or take a block that a running sequence needs."""
+        return bool(self.hungry) or (self._num_prefilling >= 2 and self._backlog >= 2 * self.room)
+
+    @staticmethod
+    def _num_sharable(seq: Sequence) -> int:
+        """Leading blocks that `seq` could take from the cache: at least one token is left to compute."""
+        if seq.request.wants_prompt_logprobs and not seq.prompt_logprobs_delivered:
+            return 0  # every position's logits are wanted
+        return (seq.num_tokens - 1) // BLOCK_SIZE
+
+    def _cost(self, seq: Sequence, num_cached_blocks: int) -> int:
+        return policy.placement_cost(
+            seq.num_tokens - num_cached_blocks * BLOCK_SIZE, self._backlog + self._outstanding, self.num_running
+        )
+
+    def _num_short(self, seq: Sequence, num_matched: int) -> int:
+        """Blocks that are lacking to admit `seq`."""
+        wanted = blocks_for(seq.num_tokens) - num_matched + self.cache.num_idle(seq.hashes, num_matched)
+        if self.num_running:
+            wanted += policy.watermark(self.cache.num_blocks, self.num_running)
+            if seq.was_preempted:
+                wanted += policy.readmission_headroom(self.cache.num_blocks)
+        return wanted - self.cache.num_free
+
+    def victims_for(self, seq: Sequence) -> list[Sequence]:
+        """Sequences of a lower priority class whose leaving would let `seq` in, worst first; empty if none would do."""
+        priority = seq.request.priority
+        lower = [s for s in self.sequences.values() if s.state is State.RUNNING and s.request.priority > priority]
+        if not lower or self._is_closed:
+            return []
+        lower.sort(key=lambda s: s.rank, reverse=True)
+        short_blocks = self._num_short(seq, self.cache.num_matched(seq.hashes, self._num_sharable(seq)))
+        short_slots = self.num_running + 1 - self.max_num_seqs
+        victims: list[Sequence] = []
+        for victim in lower:
+            if short_blocks <= 0 and short_slots <= 0:
+                break
+            short_blocks -= self.cache.num_exclusive(victim.tables)
+            short_slots -= 1
+            victims.append(victim)
+        return victims if short_blocks <= 0 and short_slots <= 0 else []
+
+    def follow(self, seq: Sequence, block_hash: bytes) -> None:
+        """`seq` waits outside the queue until that block is computed, or its computation is given up."""
+        self._by_hash_followers.setdefault(block_hash, []).append(seq)
+
+    def admit(self, seq: Sequence, seq_id: int, plan: Plan) -> None:
+        """Give `seq` its blocks, and order it in. Its hashes cover all full blocks of its history."""
+        request, cache = seq.request, self.cache
+        num_cached = plan.num_cached_blocks
+        tables = cache.share(seq.hashes[:num_cached])
+        needed = blocks_for(seq.num_tokens)
+        spare = max(0, cache.num_free - (needed - num_cached) - policy.watermark(cache.num_blocks, self.num_running))
+        ahead = policy.affordable_ahead(self._ahead, spare, self.num_running + 1)
+        wanted = min(seq.max_blocks, (seq.num_tokens + ahead) // BLOCK_SIZE + 1, needed + spare)
+        for table, new in zip(tables, cache.allocate(max(needed, wanted) - num_cached), strict=True):
+            table.extend(new)
+        seq.state = State.RUNNING
+        seq.executor = self
+        seq.seq_id = seq_id
+        seq.tables = tables
+        seq.prefill_end = seq.num_tokens
+        seq.num_sent = seq.num_computed = num_cached * BLOCK_SIZE
+        seq.num_labelled = seq.num_own_from = num_cached
+        self._set_limit(seq, ahead)
+        self.sequences[seq_id] = seq
+        self.num_running += 1
+        for i in range(num_cached, seq.num_tokens // BLOCK_SIZE):
+            self._computing.setdefault(seq.hashes[i], seq)
+        self._num_prefilling += 1
+        self._backlog += min(seq.num_unsent, self.room)
+        self._prefill.add(seq)
+        self._orders.append(
+            Admit(
+                seq_id=seq_id,
+                num_tokens=seq.num_tokens,
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_cached_tokens=seq.num_computed,
+                block_tables=[list(table) for table in tables],
+                limit=seq.limit,
+                max_total_tokens=seq.max_total,
+                sampling=request.sampling,
+                choice_index=request.choice_index,
+                known_token_ids=bytes(seq.history[: 4 * seq.num_computed]) if request.needs_known_tokens else b"",
+                prompt_logprobs_delivered=seq.prompt_logprobs_delivered,
+                trace=request.trace,
+            )
+        )
+
+    # -- running --------------------------------------------------------------------------------------
+
+    def send_chunks(self) -> None:
+        """Keep about two steps of chunks with the executor: it never waits, and what changes our mind is not far behind."""
+        while self._outstanding < 2 * self.room:
+            picked = self._prefill.next()
+            if picked is None:
+                return
+            seq, is_shared = picked
+            room = policy.shared_room(self.room) if is_shared else self.room
+            start = seq.num_sent
+            end = policy.cut_chunk(start, seq.prefill_end, room)
+            self._backlog -= min(seq.num_unsent, self.room)
+            seq.num_sent = end
+            self._backlog += min(seq.num_unsent, self.room)
+            if seq.num_unsent == 0:
+                self._num_prefilling -= 1
+            self._outstanding += end - start
+            self._prefill.resize(seq)
+            self._orders.append(Prefill(seq.seq_id, start, end, bytes(seq.history[4 * start : 4 * end])))
+
+    def note_step_time(self, num_steps: int, step_time_us: int) -> None:
+        """Let the look-ahead follow the time of a step."""
+        mean = step_time_us / num_steps
+        self._step_time_us = mean if self._step_time_us == 0.0 else 0.9 * self._step_time_us + 0.1 * mean
+        self._ahead = policy.tokens_ahead(self._step_time_us, 1 + self.spec.num_draft_tokens)
+
+    def note_computed(self, seq: Sequence, num_computed: int) -> None:
+        """A chunk of `seq` is done: positions below `num_computed` are in the cache."""
+        num_computed = min(num_computed, seq.num_sent)
+        if num_computed > seq.num_computed:
+            self._outstanding -= max(0, min(num_computed, seq.prefill_end) - seq.num_computed)
+            seq.num_computed = num_computed
+            self._label_complete(seq)
+
+    def note_tokens(self, seq: Sequence) -> None:
+        """Tokens after the history's old end were reported, so all before the newest is in the cache.
+
+        Called when the history has reached `next_check`, not for every token.
+        """
+        if seq.num_computed < seq.prefill_end:
+            self.note_computed(seq, seq.prefill_end)
+        seq.num_computed = max(seq.num_computed, seq.num_tokens - 1)
+        self._label_complete(seq)
+        if seq.num_tokens >= seq.extend_at:
+            self.grant(seq)
+        self._set_next_check(seq)
+
+    def grant(self, seq: Sequence) -> None:
+        """Blocks for `seq` to run on, as many as memory allows; it goes hungry if that is not enough."""
+        have = len(seq.tables[0])
+        num_free = self.cache.num_free
+        ahead = policy.affordable_ahead(self._ahead, num_free, self.num_running)
+        wanted = min(seq.max_blocks, (seq.num_tokens + ahead) // BLOCK_SIZE + 1)
+        num_new = min(wanted - have, num_free)
+        if num_new > 0:
+            new = self.cache.allocate(num_new)
+            for table, ids in zip(seq.tables, new, strict=True):
+                table.extend(ids)
+            have += num_new
+        if have < wanted:
+            self.hungry[seq.seq_id] = seq
+        else:
+            self.hungry.pop(seq.seq_id, None)
+        self._set_limit(seq, ahead)
+        if num_new > 0:
+            self._orders.append(Extend(seq.seq_id, new, seq.limit))
+
+    def is_urgent(self, seq: Sequence) -> bool:
+        return policy.is_urgent(seq.num_tokens, seq.limit, self._ahead)
+
+    def worst(self) -> Sequence | None:
+        """Whom preemption takes first: the newest of the lowest priority."""
+        running = (seq for seq in self.sequences.values() if seq.state is State.RUNNING)
+        return max(running, key=lambda seq: seq.rank, default=None)
+
+    def _set_limit(self, seq: Sequence, ahead: int) -> None:
+        have = len(seq.tables[0])
+        seq.limit = have * BLOCK_SIZE
+        seq.extend_at = NEVER if have >= seq.max_blocks else max(seq.limit - ahead, 0)
+        self._set_next_check(seq)
+
+    def _set_next_check(self, seq: Sequence) -> None:
+        complete_at = NEVER if seq.chain_broken else (seq.num_labelled + 1) * BLOCK_SIZE + 1
+        # A hungry sequence is looked after by `hungry`, not at every token.
+        extend_at = NEVER if seq.seq_id in self.hungry else seq.extend_at
+        first_token_at = seq.prefill_end + 1 if seq.num_computed < seq.prefill_end else NEVER
+        seq.next_check = min(complete_at, extend_at, first_token_at)
+
+    def _label_complete(self, seq: Sequence) -> None:
+        complete = seq.num_computed // BLOCK_SIZE
+        if complete <= seq.num_labelled or seq.chain_broken:
+            return
+        seq.hash_blocks(complete, self.model, caching=self._caching)
+        for i in range(seq.num_labelled, complete):
+            block_hash = seq.hashes[i]
+            for group_idx, (pool, table) in enumerate(zip(self.cache.pools, seq.tables, strict=True)):
+                if not pool.label(table[i], block_hash):
+                    # A held twin has the label. A child of ours would outlive its parent there, so it gets none.
+                    seq.chain_broken = True
+                    self._stop_computing(seq)
+                    return
+                self._order_label(group_idx, table[i], block_hash)
+            seq.num_labelled = i + 1
+            if self._computing.get(block_hash) is seq:
+                self._wake(block_hash)
+
+    def _order_label(self, group_idx: int, block_id: int, block_hash: bytes) -> None:
+        last = self._orders[-1] if self._orders else None
+        if isinstance(last, Label) and last.group_idx == group_idx:
+            last.block_ids.append(block_id)
+            last.hashes.append(block_hash)
+        else:
+            self._orders.append(Label(group_idx, [block_id], [block_hash]))
+
+    # -- leaving --------------------------------------------------------------------------------------
+
+    def leave(self, seq: Sequence) -> None:
+        """`seq` has ended on the executor's side: its blocks are free at once."""
+        self._stop_computing(seq)
+        if seq.num_unsent > 0:
+            self._num_prefilling -= 1
+            self._backlog -= min(seq.num_unsent, self.room)
+        self._outstanding -= max(0, min(seq.num_sent, seq.prefill_end) - min(seq.num_computed, seq.prefill_end))
+        seq.prefill_end = seq.num_sent  # nothing is left to send under this id
+        seq.next_check = NEVER
+        self.cache.release(seq.tables)
+        self.hungry.pop(seq.seq_id, None)
+        del self.sequences[seq.seq_id]
+        self.num_running -= 1
+
+    def drop(self, seq: Sequence) -> None:
+        """Order `seq` out. Its blocks may be handed out again at once, since orders are applied in order."""
+        self.leave(seq)
+        self._orders.append(Drop(seq.seq_id))
+
+    def drain(self, seq: Sequence) -> None:
+        """Order `seq` out, but listen to it until its Drop is acknowledged."""
+        self.drop(seq)
+        self.sequences[seq.seq_id] = seq
+        self.draining.append((self._num_batches + 1, seq.seq_id, seq))
+
+    def acknowledged(self, last_batch_id: int) -> list[Sequence]:
+        """Sequences that `drain` dropped and that will report no more."""
+        done: list[Sequence] = []
+        while self.draining and self.draining[0][0] <= last_batch_id:
+            _, seq_id, seq = self.draining.popleft()
+            if self.sequences.pop(seq_id, None) is not None:  # else it was cancelled meanwhile
+                done.append(seq)
+        return done
+
+    def take_back_labels(self, seq: Sequence) -> None:
+        """What `seq` computed is not to be trusted: nobody takes it up any more."""
+        for pool, table in zip(self.cache.pools, seq.tables, strict=True):
+            for i in range(seq.num_own_from, seq.num_labelled):
+                if pool.find(seq.hashes[i]) == table[i]:  # it may have been dropped, and the block handed on
+                    pool.unlabel(table[i])
+
+    def all_followers(self) -> list[Sequence]:
+        """For the end of the link: all who wait for a block here."""
+        followers = [seq for waiting in self._by_hash_followers.values() for seq in waiting]
+        self._by_hash_followers.clear()
+        return followers + self.woken
+
+    def _wake(self, block_hash: bytes) -> None:
+        del self._computing[block_hash]
+        self.woken.extend(self._by_hash_followers.pop(block_hash, ()))
+
+    def _stop_computing(self, seq: Sequence) -> None:
+        for i in range(seq.num_labelled, min(len(seq.hashes), seq.prefill_end // BLOCK_SIZE)):
+            if self._computing.get(seq.hashes[i]) is seq:
+                self._wake(seq.hashes[i])
+
+    @property
+    def num_granted_unwritten(self) -> int:
+        """Blocks handed out that hold nothing yet."""
+        return sum(
+            len(seq.tables[0])
+            - blocks_for(max(seq.num_computed, seq.num_tokens - 1 if seq.num_tokens > seq.prefill_end else 0))
+            for seq in self.sequences.values()
+            if seq.state is State.RUNNING
+        )
+
+    def check(self, running: list[Sequence]) -> None:
+        """AssertionError unless the sums kept along the way are those of `running`."""
+        unsent = [seq.num_unsent for seq in running if seq.num_unsent > 0]
+        assert self._num_prefilling == len(unsent)
+        assert self._backlog == sum(min(n, self.room) for n in unsent)
+        sent = sum(min(s.num_sent, s.prefill_end) - min(s.num_computed, s.prefill_end) for s in running)
+        assert self._outstanding == sent, f"{self._outstanding} tokens outstanding, {sent} sent and not reported"
+        for seq in running:
+            assert seq.limit == len(seq.tables[0]) * BLOCK_SIZE
+            assert len(seq.tables[0]) <= seq.max_blocks
+        assert {s.seq_id for s in self._computing.values()} <= {s.seq_id for s in running}
+        assert self.hungry.keys() <= {s.seq_id for s in running}

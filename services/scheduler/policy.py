@@ -1,0 +1,73 @@
+"""The scheduler's rules of thumb, as pure functions of numbers."""
+
+from __future__ import annotations
+
+from rorqual.core.blocks import BLOCK_SIZE
+
+_HIDDEN_US = 20_000
+"""How much run-ahead a grant should hide: several round trips across a network and a late report."""
+
+_LEAST_AHEAD = BLOCK_SIZE // 2
+_MOST_AHEAD = 8 * BLOCK_SIZE
+_RUNNING_TOKENS = 16
+
+
+def cut_chunk(start: int, history_end: int, room: int) -> int:
+    """Where a chunk from `start` ends: at most `room` tokens later, at a block edge unless it ends the history.
+
+    A block edge, so that the block is full and can be shared at once; and so that chunk edges stand at fixed
+    positions. `start` is a block edge. Raises ValueError if not even one block fits.
+    """
+    if room < BLOCK_SIZE:
+        raise ValueError(f"room must be >= {BLOCK_SIZE}, got {room}")
+    end = min(history_end, start + room)
+    return end if end == history_end else end - end % BLOCK_SIZE
+
+
+def chunk_room(max_num_batched_tokens: int, max_num_seqs: int, num_draft_tokens: int) -> int:
+    """Tokens of a step that chunks may take: what the largest decode set leaves."""
+    return max_num_batched_tokens - max_num_seqs * (1 + num_draft_tokens)
+
+
+def shared_room(room: int) -> int:
+    """The size of a chunk whose step is shared with another sequence's: half, in whole blocks."""
+    return max(BLOCK_SIZE, room // 2 // BLOCK_SIZE * BLOCK_SIZE)
+
+
+def tokens_ahead(step_time_us: float, tokens_per_step: int) -> int:
+    """How far a sequence is granted ahead of its newest token, where memory allows.
+
+    Enough to run on for `_HIDDEN_US` of steps, so the executor never waits for a round trip.
+    """
+    if step_time_us <= 0.0:
+        return 2 * BLOCK_SIZE
+    return max(_LEAST_AHEAD, min(_MOST_AHEAD, int(_HIDDEN_US / step_time_us * tokens_per_step) + tokens_per_step))
+
+
+def affordable_ahead(ahead: int, num_free_blocks: int, num_running: int) -> int:
+    """`ahead`, or less when memory is short: grants nobody has reached yet never take more than half of what is free."""
+    share = num_free_blocks * BLOCK_SIZE // (2 * max(1, num_running))
+    return max(min(ahead, _LEAST_AHEAD), min(ahead, share))
+
+
+def is_urgent(num_tokens: int, limit: int, ahead: int) -> bool:
+    """Whether a sequence without a further block is about to stand still, so that another must give way."""
+    return limit - num_tokens < min(ahead, _LEAST_AHEAD) // 2
+
+
+def watermark(num_blocks: int, num_running: int) -> int:
+    """Free blocks that admission leaves to the running: one for every fourth, and a hundredth of the pool."""
+    return (num_running + 3) // 4 + num_blocks // 100
+
+
+def readmission_headroom(num_blocks: int) -> int:
+    """Free blocks wanted beyond the watermark before a preempted history returns beside others.
+
+    Without it the one that displaced it grows a block and displaces it again, a whole prefill for nothing.
+    """
+    return num_blocks // 8
+
+
+def placement_cost(num_tokens_to_compute: int, prefill_backlog: int, num_running: int) -> int:
+    """Load of an executor as a newcomer meets it, in tokens: its own prefill, those before it, and company."""
+    return num_tokens_to_compute + prefill_backlog + _RUNNING_TOKENS * num_running

@@ -1,0 +1,151 @@
+"""One request's history, and where it stands."""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from rorqual.core.blocks import BLOCK_SIZE, block_hash, root_hash
+
+from .events import ModelSpec, Request
+from .orders import BlockTables
+
+if TYPE_CHECKING:
+    from .executor_state import ExecutorState
+
+NEVER = sys.maxsize
+
+
+class State(Enum):
+    """Where a history stands. Only RUNNING holds blocks."""
+
+    WAITING = "waiting"  # in the queue
+    FOLLOWING = "following"  # out of the queue until another has computed a block that it wants
+    PARKED = "parked"  # no connected executor is large enough
+    RUNNING = "running"  # admitted
+    DRAINING = "draining"  # dropped; its last reports are still to come
+    ENDED = "ended"
+
+
+class Sequence:
+    """A history and its present admission. Mutable; owned by the core."""
+
+    __slots__ = (
+        "arrival",
+        "arrival_s",
+        "chain_broken",
+        "executor",
+        "extend_at",
+        "hashes",
+        "history",
+        "is_new",
+        "limit",
+        "max_blocks",
+        "max_total",
+        "next_check",
+        "num_cached_first",
+        "num_computed",
+        "num_labelled",
+        "num_own_from",
+        "num_sent",
+        "num_tokens",
+        "prefill_end",
+        "prompt_logprobs",
+        "prompt_logprobs_delivered",
+        "queue_ticket",
+        "queue_time_us",
+        "rank",
+        "request",
+        "scores_prompt_only",
+        "seq_id",
+        "started",
+        "state",
+        "stream_id",
+        "tables",
+        "tried_at",
+        "validated_for",
+        "was_parked",
+        "was_preempted",
+    )
+
+    def __init__(self, stream_id: int, request: Request, token_ids: bytes, arrival: int, arrival_s: float) -> None:
+        self.stream_id = stream_id
+        self.request = request
+        self.history = bytearray(token_ids)  # little-endian uint32: slices go to the wire as they are
+        self.num_tokens = len(token_ids) // 4
+        self.arrival = arrival
+        self.arrival_s = arrival_s
+        self.rank = (request.priority, arrival)  # smaller runs first and is preempted last
+        self.is_new = not request.is_resume
+        self.state = State.WAITING
+        self.queue_ticket = 0
+        self.tried_at = -1  # the core's capacity version when placing it failed last
+        # Known once a model is.
+        self.validated_for: ModelSpec | None = None
+        self.max_total = 0
+        self.max_blocks = 0
+        self.scores_prompt_only = False  # no token is wanted, only the prompt's log-probabilities
+        self.hashes: list[bytes] = []  # identities of its full blocks, as far as they were needed
+        # Fixed at first admission.
+        self.started = False
+        self.num_cached_first = request.resumed_num_cached_tokens
+        self.queue_time_us = request.resumed_queue_time_us
+        self.prompt_logprobs: list[Any] = []
+        self.prompt_logprobs_delivered = request.prompt_logprobs_delivered
+        self.was_preempted = False
+        self.was_parked = False
+        self.reset_admission()
+
+    def reset_admission(self) -> None:
+        """Forget the executor: the history is all that is left."""
+        self.seq_id = 0
+        self.executor: ExecutorState | None = None
+        self.tables: BlockTables = []
+        self.limit = 0
+        self.extend_at = NEVER  # more blocks are granted when the history is this long
+        self.next_check = NEVER  # nothing but appending is to be done before the history is this long
+        self.prefill_end = 0  # the history's length at admission
+        self.num_sent = 0  # positions below it are in chunks already sent
+        self.num_computed = 0  # positions below it are reported computed
+        self.num_labelled = 0  # blocks below it have their label, or share a labelled one
+        self.num_own_from = 0  # blocks from here on were computed by this admission
+        self.chain_broken = False  # another's block has the label: this copy's children get none
+        if not self.prompt_logprobs_delivered:
+            self.prompt_logprobs = []  # those of a broken prefill are computed again
+
+    @property
+    def num_generated(self) -> int:
+        return self.num_tokens - self.request.num_prompt_tokens
+
+    @property
+    def num_unsent(self) -> int:
+        """History positions still to be cut into chunks."""
+        return self.prefill_end - self.num_sent
+
+    def last_token(self) -> int:
+        return int.from_bytes(self.history[-4:], "little")
+
+    def hash_blocks(self, num_blocks: int, model: ModelSpec, *, caching: bool) -> None:
+        """Compute identities of the first `num_blocks` blocks, which the history fills.
+
+        Without caching the chain's root is the request's own: its choices still share their prompt.
+        """
+        hashes, history = self.hashes, self.history
+        if len(hashes) >= num_blocks:
+            return
+        if hashes:
+            parent = hashes[-1]
+        elif caching:
+            parent = root_hash(model.fingerprint, self.request.cache_salt)
+        else:
+            parent = root_hash(model.fingerprint, f"\0{self.request.request_id}\0{self.request.cache_salt}")
+        num_prompt = self.request.num_prompt_tokens
+        for i in range(len(hashes), num_blocks):
+            end = (i + 1) * BLOCK_SIZE
+            # The decode form gives other bits than the prefill form, so such a block serves only a resume.
+            generated_after = num_prompt if model.deterministic and end > num_prompt else None
+            parent = block_hash(
+                parent, bytes(history[4 * (end - BLOCK_SIZE) : 4 * end]), num_prompt_tokens=generated_after
+            )
+            hashes.append(parent)
