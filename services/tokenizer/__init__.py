@@ -1,0 +1,1 @@
+"""The tokenizer service: all text of a conversation becomes tokens here, and all tokens text."""

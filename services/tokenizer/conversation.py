@@ -1,0 +1,144 @@
+"""From a ChatRequest to what a chat template sees; refuses messages that are no conversation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rorqual.core.errors import InvalidRequestError
+from rorqual.v1 import text_pb2
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_RESERVED = ("messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception", "namespace")
+MAX_MESSAGES = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Plain JSON values, in the shapes that templates are written for."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    variables: dict[str, Any]  # further template variables
+    add_generation_prompt: bool
+    continue_final_message: bool
+
+
+def read_conversation(request: text_pb2.ChatRequest) -> Conversation:
+    """InvalidRequestError (INVALID_MESSAGES) names the message and field that is wrong."""
+    if not request.messages:
+        raise _invalid("messages", "messages must hold at least one message")
+    if len(request.messages) > MAX_MESSAGES:
+        raise _invalid("messages", f"{len(request.messages)} messages; at most {MAX_MESSAGES} are taken")
+    messages: list[dict[str, Any]] = []
+    calls_open = False
+    for index, message in enumerate(request.messages):
+        messages.append(_read_message(message, f"messages[{index}]", calls_open))
+        calls_open = calls_open or bool(message.tool_calls)
+    if request.continue_final_message:
+        last = request.messages[-1]
+        place = f"messages[{len(messages) - 1}]"
+        if last.role != "assistant" or not last.content:
+            raise _invalid(place, "continue_final_message needs a last message of role assistant that has content")
+        if request.HasField("add_generation_prompt") and request.add_generation_prompt:
+            raise _invalid(
+                "add_generation_prompt",
+                "continue_final_message goes on inside the last message, add_generation_prompt begins another: ask for one",
+            )
+    add_prompt = request.add_generation_prompt if request.HasField("add_generation_prompt") else True
+    return Conversation(
+        messages=messages,
+        tools=_read_tools(request.tools) if request.tools else None,
+        variables=_read_variables(request.chat_template_kwargs_json),
+        add_generation_prompt=add_prompt and not request.continue_final_message,
+        continue_final_message=request.continue_final_message,
+    )
+
+
+def _invalid(field: str, message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, reason="INVALID_MESSAGES", field=field)
+
+
+def _read_message(message: text_pb2.ChatMessage, place: str, calls_open: bool) -> dict[str, Any]:
+    role = message.role
+    if role not in ROLES:
+        raise _invalid(f"{place}.role", f"{place}.role must be one of {', '.join(ROLES)}, got {role!r}")
+    if message.tool_calls and role != "assistant":
+        raise _invalid(f"{place}.tool_calls", f"{place}: only an assistant message has tool_calls, this is {role!r}")
+    if message.HasField("reasoning_content") and role != "assistant":
+        raise _invalid(
+            f"{place}.reasoning_content", f"{place}: only an assistant message has reasoning_content, this is {role!r}"
+        )
+    if role == "tool" and not calls_open:
+        raise _invalid(place, f"{place} is a tool's result, but no assistant message before it has tool_calls")
+    result: dict[str, Any] = {"role": role}
+    if message.HasField("content"):
+        result["content"] = message.content
+    elif not message.tool_calls and not message.HasField("reasoning_content"):
+        raise _invalid(f"{place}.content", f"{place}.content is needed in a message of role {role!r}")
+    if message.tool_calls and not message.content:
+        result["content"] = None  # absent and empty are one thing beside tool calls
+    if message.HasField("reasoning_content"):
+        result["reasoning_content"] = message.reasoning_content
+        result.setdefault("content", "")
+    if message.tool_calls:
+        result["tool_calls"] = [
+            _read_call(call, f"{place}.tool_calls[{n}]") for n, call in enumerate(message.tool_calls)
+        ]
+    if message.tool_call_id:
+        result["tool_call_id"] = message.tool_call_id
+    if message.name:
+        result["name"] = message.name
+    return result
+
+
+def _read_call(call: text_pb2.ToolCall, place: str) -> dict[str, Any]:
+    if not call.name:
+        raise _invalid(f"{place}.function.name", f"{place} names no function")
+    # The arguments stay the string that the model wrote: the family's templates insert it as it is.
+    result: dict[str, Any] = {"type": "function", "function": {"name": call.name, "arguments": call.arguments_json}}
+    if call.id:
+        result["id"] = call.id
+    return result
+
+
+def _read_tools(tools: Sequence[text_pb2.Tool]) -> list[dict[str, Any]]:
+    result = []
+    for index, tool in enumerate(tools):
+        place = f"tools[{index}].function"
+        if not tool.name:
+            raise _invalid(f"{place}.name", f"{place}.name is empty")
+        function: dict[str, Any] = {"name": tool.name}
+        if tool.description:
+            function["description"] = tool.description
+        function["parameters"] = (
+            _read_json_object(tool.parameters_json, f"{place}.parameters")
+            if tool.parameters_json
+            else {"type": "object", "properties": {}}
+        )
+        if tool.HasField("strict"):
+            function["strict"] = tool.strict
+        result.append({"type": "function", "function": function})
+    return result
+
+
+def _read_variables(source: str) -> dict[str, Any]:
+    if not source:
+        return {}
+    variables = _read_json_object(source, "chat_template_kwargs")
+    for name in _RESERVED:
+        if name in variables:
+            raise _invalid("chat_template_kwargs", f"chat_template_kwargs cannot set {name!r}: the request has it")
+    return variables
+
+
+def _read_json_object(source: str, place: str) -> dict[str, Any]:
+    try:
+        value = json.loads(source)
+    except (ValueError, RecursionError) as error:
+        raise _invalid(place, f"{place} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise _invalid(place, f"{place} must be a JSON object, got {type(value).__name__}")
+    return value

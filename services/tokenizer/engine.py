@@ -1,0 +1,338 @@
+"""From a request to a run: checks, rendering and encoding off the event loop, spans and counts."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, Status, StatusCode
+
+from rorqual.core.clock import Clock
+from rorqual.core.errors import (
+    InvalidRequestError,
+    ModelNotFoundError,
+    PreconditionError,
+    PromptTooLongError,
+    QueueFullError,
+    RorqualError,
+)
+from rorqual.core.token_ids import unpack_token_ids
+from rorqual.telemetry import (
+    ATTR_CACHED_TOKENS,
+    ATTR_FINISH_REASONS,
+    ATTR_INPUT_TOKENS,
+    ATTR_MODEL,
+    ATTR_OUTPUT_TOKENS,
+    ATTR_QUEUE_TIME_S,
+    ATTR_REQUEST_ID,
+    Telemetry,
+    context_from_proto,
+    context_to_proto,
+)
+from rorqual.v1 import common_pb2, text_pb2
+
+from .checkpoint import TextCheckpoint
+from .choice import ChoiceRules
+from .link import SchedulerLink
+from .logprob_text import LogprobWriter
+from .model_watch import ModelWatch
+from .outbox import EventSink
+from .prompt import Prompt, PromptBuilder
+from .run import RunSpec, TextRun
+from .sampling import check_options, check_token_ids, filled_sampling
+from .stop_strings import compile_stop_strings
+from .vocabulary import Vocabulary
+
+T = TypeVar("T")
+
+MAX_PREPARING = 4096
+"""Requests being rendered and encoded, or waiting for it; further ones are refused."""
+
+TextRequest = text_pb2.ChatRequest | text_pb2.CompleteRequest
+
+
+class TextEngine:
+    """What the servicer needs: prompts, and runs of requests. Lives on one event loop."""
+
+    def __init__(
+        self,
+        *,
+        checkpoint: TextCheckpoint,
+        vocabulary: Vocabulary,
+        builder: PromptBuilder,
+        link: SchedulerLink,
+        watch: ModelWatch,
+        telemetry: Telemetry,
+        clock: Clock,
+        served_model_name: str,
+        num_threads: int = 2,
+    ) -> None:
+        self.model_name = served_model_name
+        self.vocabulary = vocabulary
+        self.builder = builder
+        self.created_unix_s = int(clock.time_s())
+        self._checkpoint = checkpoint
+        self._link = link
+        self._watch = watch
+        self._telemetry = telemetry
+        self._tracer = telemetry.tracer
+        self._clock = clock
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="encode")
+        self._num_preparing = 0
+        self._num_output_tokens = 0
+        self._prompt_tokens = telemetry.metric("tokenizer_prompt_tokens_total")
+        self._output_tokens = telemetry.metric("tokenizer_output_tokens_total")
+        self._render_seconds = telemetry.metric("tokenizer_render_seconds")
+        self._streams = telemetry.metric("tokenizer_streams")
+        self._resumes = telemetry.metric("tokenizer_resumes_total")
+
+        link.on_frame = self.on_frame
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def on_frame(self) -> None:
+        """Counts are brought up to date once for each frame of the scheduler."""
+        if self._num_output_tokens:
+            self._output_tokens.inc(self._num_output_tokens)
+            self._num_output_tokens = 0
+        self._streams.set(self._link.num_streams)
+
+    def model_info(self) -> common_pb2.ModelInfo:
+        """What is served here; figures of the scheduler where it is known."""
+        info = common_pb2.ModelInfo()
+        if self._watch.last is not None:
+            info.CopyFrom(self._watch.last)
+        else:
+            info.max_model_len = self._checkpoint.max_position_embeddings
+            info.vocab_size = self._vocab_size
+        info.name = self.model_name
+        return info
+
+    @property
+    def max_model_len(self) -> int:
+        """0 where it is not known."""
+        return self._watch.last.max_model_len if self._watch.last is not None else 0
+
+    @property
+    def _vocab_size(self) -> int:
+        if self._watch.last is not None:
+            return self._watch.last.vocab_size
+        return max(self._checkpoint.vocab_size, self.vocabulary.size)
+
+    def check_model(self, name: str) -> None:
+        """MODEL_NOT_FOUND unless `name` is empty or what is served."""
+        served = {self.model_name} | ({self._watch.last.name} if self._watch.last is not None else set())
+        if name and name not in served:
+            raise ModelNotFoundError(
+                f"the model {name!r} is not served here; ask for {self.model_name!r}",
+                field="model",
+                metadata={"model": name, "served": self.model_name},
+            )
+
+    def check_ids(self, field: str, token_ids: Sequence[int]) -> None:
+        """TOKEN_OUT_OF_RANGE for an id that the model does not have."""
+        check_token_ids(field, token_ids, self._vocab_size)
+
+    async def in_pool(self, work: Callable[[], T]) -> T:
+        """Run `work` off the event loop. QUEUE_FULL where too many are waiting for that."""
+        if self._num_preparing >= MAX_PREPARING:
+            raise QueueFullError(f"{MAX_PREPARING} prompts are being encoded already; try again later")
+        self._num_preparing += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        finally:
+            self._num_preparing -= 1
+
+    def now_unix_s(self) -> int:
+        return int(self._clock.time_s())
+
+    async def start(
+        self, request: TextRequest, sink: EventSink, *, parent: Context | None, time_left_s: float | None
+    ) -> TextRun:
+        """Check and encode `request`, then open it at the scheduler; its events go to `sink`.
+
+        `parent` and `time_left_s` are the call's own; the request's fields win. RorqualError for a request that is
+        refused; what fails later goes to the sink.
+        """
+        options = request.options
+        is_chat = isinstance(request, text_pb2.ChatRequest)
+        deadline_s = self._deadline(options, time_left_s)
+        span = self._tracer.start_span(
+            "tokenizer.chat" if is_chat else "tokenizer.complete",
+            context=context_from_proto(options.trace) or parent or Context(),
+            attributes={ATTR_REQUEST_ID: options.request_id, ATTR_MODEL: self.model_name},
+        )
+        try:
+            self.check_model(options.model)
+            self._watch.check_vocabulary()
+            check_options(options, vocab_size=self._vocab_size, allow_no_tokens=not is_chat)
+            _check_resume(options)
+            time_unix_s = options.resume.template_time_unix_s if options.HasField("resume") else self.now_unix_s()
+            prompt = await self.in_pool(lambda: self._prepare(request, time_unix_s, span))
+            self._check_prompt(prompt, options)
+            run = TextRun(
+                self._spec(request, prompt, span, time_unix_s, deadline_s),
+                self._link,
+                sink,
+                self._clock,
+                on_tokens=self._count_tokens,
+                on_reopened=self._resumes.inc,
+                on_done=lambda run: self._end_span(span, run),
+            )
+        except BaseException as error:
+            span.set_status(Status(StatusCode.ERROR, error.reason if isinstance(error, RorqualError) else "CANCELLED"))
+            span.end()
+            raise
+        self._prompt_tokens.inc(prompt.num_tokens)
+        run.start()
+        return run
+
+    def _prepare(self, request: TextRequest, time_unix_s: int, span: Span) -> Prompt:
+        """In the pool: what takes long for a long prompt."""
+        began_s = time.perf_counter()
+        context = trace.set_span_in_context(span)
+        if isinstance(request, text_pb2.ChatRequest):
+            with self._tracer.start_as_current_span("tokenizer.render", context=context):
+                rendered = self.builder.render(request, time_unix_s=time_unix_s)
+            with self._tracer.start_as_current_span("tokenizer.encode", context=context):
+                prompt = self.builder.encode(rendered)
+        else:
+            with self._tracer.start_as_current_span("tokenizer.encode", context=context):
+                prompt = self.builder.complete(request)
+        self._render_seconds.observe(time.perf_counter() - began_s)
+        return prompt
+
+    def _check_prompt(self, prompt: Prompt, options: text_pb2.TextOptions) -> None:
+        self.check_ids("prompt", unpack_token_ids(prompt.packed_ids))
+        if options.HasField("resume"):
+            resume = options.resume
+            if resume.prompt_digest != prompt.digest or resume.num_prompt_tokens != prompt.num_tokens:
+                raise PreconditionError(
+                    f"the prompt has {prompt.num_tokens} tokens and another digest here than the {resume.num_prompt_tokens} "
+                    "tokens it began with: replicas must serve the same checkpoint and chat template",
+                    reason="PROMPT_DIGEST_MISMATCH",
+                    metadata={
+                        "num_prompt_tokens": str(prompt.num_tokens),
+                        "resumed_num_prompt_tokens": str(resume.num_prompt_tokens),
+                    },
+                )
+        limit = self.max_model_len
+        wanted = 0 if options.HasField("max_tokens") and options.max_tokens == 0 else 1
+        if limit and prompt.num_tokens + wanted > limit:
+            raise PromptTooLongError(
+                f"the prompt has {prompt.num_tokens} tokens; the model takes {limit} with the generated ones: shorten it",
+                field="messages",
+                metadata={"num_prompt_tokens": str(prompt.num_tokens), "max_model_len": str(limit)},
+            )
+
+    def _spec(
+        self, request: TextRequest, prompt: Prompt, span: Span, time_unix_s: int, deadline_s: float | None
+    ) -> RunSpec:
+        options, vocabulary = request.options, self.vocabulary
+        is_chat = isinstance(request, text_pb2.ChatRequest)
+        resume = options.resume if options.HasField("resume") else None
+        seed = (
+            resume.seed
+            if resume is not None
+            else options.sampling.seed
+            if options.sampling.HasField("seed")
+            else secrets.randbits(63)
+        )
+        sampling = filled_sampling(options, self._checkpoint.sampling_defaults, vocabulary.eos_ids, seed)
+        skip_special = options.skip_special_tokens if options.HasField("skip_special_tokens") else True
+        table = vocabulary.chat_text if is_chat else vocabulary.plain_text
+        if not skip_special:
+            table = vocabulary.chat_text_with_marks if is_chat else vocabulary.raw_text
+        max_tokens = options.max_tokens if options.HasField("max_tokens") else None
+        budget = max_tokens
+        if self.max_model_len:
+            room = self.max_model_len - prompt.num_tokens
+            budget = room if budget is None else min(budget, room)
+        stop_ids = frozenset(sampling.stop_token_ids)
+        wants_logprobs = sampling.HasField("logprobs") or sampling.HasField("prompt_logprobs")
+        return RunSpec(
+            request_id=options.request_id or f"req-{uuid.uuid4().hex}",
+            model=self.model_name,
+            prompt=prompt,
+            rules=ChoiceRules(
+                table=table,
+                stop_token_ids=stop_ids,
+                stop_strings=(
+                    compile_stop_strings(options.stop, include_in_output=options.include_stop_str_in_output)
+                    if options.stop
+                    else None
+                ),
+                min_tokens=sampling.min_tokens,
+                max_tokens=budget,
+                start=prompt.start if is_chat else None,
+                tags_are_tokens=None not in vocabulary.think_ids,
+            ),
+            sampling=sampling,
+            num_choices=max(options.num_choices, 1),
+            max_tokens=max_tokens,
+            priority=options.priority,
+            cache_salt=options.cache_salt,
+            attempt=options.attempt,
+            template_time_unix_s=time_unix_s,
+            deadline_s=deadline_s,
+            trace=context_to_proto(span),
+            echo=isinstance(request, text_pb2.CompleteRequest) and request.echo,
+            return_prompt_token_ids=options.return_prompt_token_ids,
+            logprob_writer=LogprobWriter(vocabulary, table, stop_ids) if wants_logprobs else None,
+            resume=resume,
+        )
+
+    def _deadline(self, options: text_pb2.TextOptions, time_left_s: float | None) -> float | None:
+        now_s = self._clock.monotonic_s()
+        left = [options.time_left_us / 1e6] if options.HasField("time_left_us") else []
+        if time_left_s is not None:
+            left.append(time_left_s)
+        return now_s + min(left) if left else None
+
+    def _count_tokens(self, num_tokens: int) -> None:
+        self._num_output_tokens += num_tokens
+
+    def _end_span(self, span: Span, run: TextRun) -> None:
+        stats = run.stats
+        self._streams.set(self._link.num_streams)
+        if span.is_recording():
+            span.set_attributes(
+                {
+                    ATTR_INPUT_TOKENS: run.spec.prompt.num_tokens,
+                    ATTR_OUTPUT_TOKENS: sum(choice.machine.num_tokens for choice in run.choices),
+                    ATTR_CACHED_TOKENS: stats.num_cached_tokens or 0,
+                    ATTR_QUEUE_TIME_S: stats.queue_time_us / 1e6,
+                    ATTR_FINISH_REASONS: [
+                        common_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
+                        for reason in stats.finish_reasons
+                    ],
+                }
+            )
+            if stats.error is not None:
+                span.set_status(Status(StatusCode.ERROR, stats.error.reason))
+            elif stats.cancelled:
+                span.set_status(Status(StatusCode.ERROR, "CANCELLED"))
+        span.end()
+
+
+def _check_resume(options: text_pb2.TextOptions) -> None:
+    """INVALID_RESUME where it does not fit the request."""
+    seen: set[int] = set()
+    for history in options.resume.choices:
+        index = history.choice_index
+        if index >= max(options.num_choices, 1) or index in seen or len(history.token_ids) % 4:
+            raise InvalidRequestError(
+                f"resume.choices: choice {index} is named twice, is not one of the request's "
+                f"{max(options.num_choices, 1)}, or its ids are not 4 bytes each",
+                reason="INVALID_RESUME",
+                field="resume.choices",
+            )
+        seen.add(index)

@@ -1,0 +1,151 @@
+"""The vocabulary: text to ids and ids to text, from a checkpoint's tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+
+from tokenizers import Tokenizer
+
+from rorqual.core.errors import CheckpointError, InvalidRequestError
+
+from .checkpoint import TextCheckpoint
+from .control_tokens import ControlTokens, Segment
+from .formats import is_hidden_in_chat
+from .formats.reasoning import CLOSE_SENTINEL, CLOSE_TAG, OPEN_SENTINEL, OPEN_TAG
+from .token_text import build_token_text
+
+
+class Vocabulary:
+    """Immutable once built; encoding releases the interpreter lock and may run in any thread."""
+
+    def __init__(self, checkpoint: TextCheckpoint) -> None:
+        path = checkpoint.folder / "tokenizer.json"
+        try:
+            self._tokenizer = Tokenizer.from_str(checkpoint.tokenizer_json)
+            description = json.loads(checkpoint.tokenizer_json)
+        except Exception as error:
+            raise CheckpointError(
+                f"{path} cannot be read ({error}): it may be cut short, or newer than the installed `tokenizers`; "
+                "download it again or upgrade",
+                field="model",
+            ) from error
+        decoder = description.get("decoder") or {}
+        if decoder.get("type") != "ByteLevel":
+            raise CheckpointError(
+                f"{path} has decoder {decoder.get('type')!r}; served are byte-level vocabularies (ByteLevel), as all "
+                "of the DeepSeek family are",
+                field="model",
+            )
+        # The same model without added tokens: what a caller spells stays text.
+        self._plain = Tokenizer(self._tokenizer.model)
+        self._plain.pre_tokenizer = self._tokenizer.pre_tokenizer
+        if self._tokenizer.normalizer is not None:
+            self._plain.normalizer = self._tokenizer.normalizer
+
+        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.size = max(vocab.values()) + 1
+        """One more than the highest id."""
+        if checkpoint.vocab_size and self.size > checkpoint.vocab_size:
+            raise CheckpointError(
+                f"{path} has ids up to {self.size - 1} but {checkpoint.folder / 'config.json'} says vocab_size "
+                f"{checkpoint.vocab_size}: the two are not of one checkpoint; download both again",
+                field="model",
+                metadata={"tokenizer_size": str(self.size), "vocab_size": str(checkpoint.vocab_size)},
+            )
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.control = ControlTokens({token.content: token_id for token_id, token in added.items()})
+        """All added tokens, special or not: a caller's text must not become any of them."""
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.control_ids = frozenset(added)
+        self._tokens = {token_id: token for token, token_id in vocab.items()}
+
+        self.bos_token = checkpoint.bos_token
+        self.bos_id = self._named_id(checkpoint, "bos_token", checkpoint.bos_token)
+        eos_id = self._named_id(checkpoint, "eos_token", checkpoint.eos_token)
+        self.add_bos = self.bos_id is not None and (
+            checkpoint.add_bos_token
+            if checkpoint.add_bos_token is not None
+            else self._tokenizer.encode("", add_special_tokens=True).ids[:1] == [self.bos_id]
+        )
+        for token_id in checkpoint.eos_token_ids:
+            if token_id >= max(self.size, checkpoint.vocab_size):
+                raise CheckpointError(
+                    f"eos_token_id {token_id} in {checkpoint.folder}'s generation_config.json or config.json is beyond "
+                    f"the vocabulary of {self.size}: the files are not of one checkpoint; download them again",
+                    field="model",
+                )
+        ends = dict.fromkeys([*checkpoint.eos_token_ids, *([] if eos_id is None else [eos_id])])
+        self.eos_ids = tuple(ends)
+        """The ids that end a text unless the request ignores them."""
+        if not self.eos_ids:
+            raise CheckpointError(
+                f"{checkpoint.folder} names no end-of-sequence token: give eos_token in tokenizer_config.json or "
+                "eos_token_id in generation_config.json",
+                field="model",
+            )
+
+        size = max(self.size, checkpoint.vocab_size)
+        self.raw_text = build_token_text(self._tokens.items(), size)
+        """Every token as it is."""
+        self.plain_text = self.raw_text.replaced(dict.fromkeys(self.special_ids, ""))
+        """Without special tokens."""
+        chat_texts = {
+            token_id: ""
+            for token_id, token in added.items()
+            if token_id in self.special_ids or is_hidden_in_chat(token.content)
+        }
+        marks: dict[int, str] = {}
+        self.think_ids = (self.control.ids.get(OPEN_TAG), self.control.ids.get(CLOSE_TAG))
+        for tag_id, sentinel in zip(self.think_ids, (OPEN_SENTINEL, CLOSE_SENTINEL), strict=True):
+            if tag_id is not None:
+                chat_texts[tag_id] = marks[tag_id] = sentinel
+        self.chat_text = self.raw_text.replaced(chat_texts)
+        """Without control tokens; the think tags stand as sentinels that no other token can write."""
+        self.chat_text_with_marks = self.raw_text.replaced(marks)
+        """The same with all other control tokens shown."""
+
+    def _named_id(self, checkpoint: TextCheckpoint, key: str, token: str) -> int | None:
+        if not token:
+            return None
+        token_id: int | None = self._tokenizer.token_to_id(token)
+        if token_id is None:
+            raise CheckpointError(
+                f"{checkpoint.folder / 'tokenizer_config.json'} names {key} {token!r}, which "
+                f"{checkpoint.folder / 'tokenizer.json'} does not have: the two are not of one checkpoint",
+                field="model",
+            )
+        return token_id
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, in which control tokens are recognised; none is added."""
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of a plain prompt: with the begin-of-sequence token where the checkpoint adds one and the text has none."""
+        ids = self.encode(text)
+        if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids.insert(0, self.bos_id)
+        return ids
+
+    def encode_segments(self, segments: Sequence[Segment]) -> list[int]:
+        """The ids of plain runs and control tokens. InvalidRequestError where plain text cannot be kept plain."""
+        ids: list[int] = []
+        for segment in segments:
+            if segment.is_control:
+                ids.append(self.control.ids[segment.text])
+                continue
+            plain = self._plain.encode_batch_fast([segment.text], add_special_tokens=False)[0].ids
+            if not self.control_ids.isdisjoint(plain):
+                raise InvalidRequestError(
+                    "a message spells a control token that this vocabulary cannot write as plain text",
+                    reason="INVALID_MESSAGES",
+                    field="messages",
+                )
+            ids += plain
+        return ids
+
+    def token_strings(self, token_ids: Iterable[int]) -> list[str]:
+        """The tokens as the vocabulary spells them; empty for an id it does not have."""
+        return [self._tokens.get(token_id, "") for token_id in token_ids]
