@@ -103,9 +103,13 @@ class Given:
     source: str
 
 
-@functools.cache
 def settings_of(cls: type) -> Mapping[str, Setting]:
     """The leaf fields of a configuration class by name, nested dataclasses flattened, in their order."""
+    return _settings_of(cls)
+
+
+@functools.cache
+def _settings_of(cls: type) -> Mapping[str, Setting]:
     found: dict[str, Setting] = {}
 
     def walk(cls: type, group: str) -> None:

@@ -89,7 +89,8 @@ def stack_settings(names: Sequence[str] = WHOLE) -> dict[str, tuple[str, Setting
             for key, setting in settings_of(PROCESSES[name]).items():
                 if key not in _WIRING:
                     found.setdefault(key, (setting.group or name, setting))
-    return found
+    # What all processes have in common comes last.
+    return dict(sorted(found.items(), key=lambda item: item[1][0] == "telemetry"))
 
 
 def reserve_port(port: int = 0) -> socket.socket:
