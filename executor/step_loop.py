@@ -1,0 +1,596 @@
+"""The step loop: applies orders at step boundaries, and steps while there is work.
+
+One plain thread owns torch, the KV memory and all that is here. Others reach it through `submit`, `reset` and the
+outbox alone. It waits for no one while a sequence can run.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rorqual.core.blocks import BLOCK_SIZE
+from rorqual.v1 import common_pb2
+
+from .inventory import BlockInventory, InventoryEntry
+from .logprobs import token_logprobs
+from .model.batch import ForwardBatch, Form, Segment
+from .orders import Admit, Copy, Drop, Extend, Ids, Label, OrderBatch, OrderError, Prefill
+from .reports import EndedSequence, Outbox, StepOutput, StepStats
+from .sampler import Adjustment, Sampler
+from .sequences import DecodeSet, LogprobItem, SequenceTrace, StepBuffers
+from .sequences import Sequence as Seq
+
+_log = logging.getLogger(__name__)
+
+STOP = common_pb2.FINISH_REASON_STOP
+LENGTH = common_pb2.FINISH_REASON_LENGTH
+
+
+class ForwardResult(Protocol):
+    @property
+    def logits(self) -> torch.Tensor: ...
+
+
+class Model(Protocol):
+    """What the loop asks of a model."""
+
+    def forward(self, batch: ForwardBatch, kv_cache: Any) -> ForwardResult: ...
+
+
+class KvCache(Protocol):
+    """What the loop asks of the KV memory beyond handing it to the model."""
+
+    num_blocks: int
+    storage: torch.Tensor  # [num_layers, >= num_blocks * 64, width]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """Sizes that hold for the life of a loop."""
+
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    deterministic: bool = False
+
+    @property
+    def chunk_budget(self) -> int:
+        """Tokens of chunks a step: what is left when every sequence that may decode does."""
+        return self.max_num_batched_tokens - self.max_num_seqs
+
+
+@dataclass(slots=True)
+class Chunk:
+    """An ordered Prefill in the queue."""
+
+    sequence: Seq
+    start: int
+    end: int
+    token_ids: Ids
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == self.sequence.num_tokens
+
+
+class StepLoop:
+    """Standing orders in, tokens out."""
+
+    def __init__(
+        self,
+        model: Model,
+        kv_cache: KvCache,
+        limits: StepLimits,
+        *,
+        num_threads: int = 0,
+        traced: bool = False,
+        monotonic_s: Callable[[], float] = time.perf_counter,
+        time_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """`traced`: record what spans need. `num_threads`: torch threads of the loop; 0 leaves them."""
+        self._model = model
+        self._kv_cache = kv_cache
+        self._limits = limits
+        self._num_threads = num_threads
+        self._traced = traced
+        self._monotonic_s = monotonic_s
+        self._time_ns = time_ns
+        self._forms_apart = limits.deterministic
+
+        self.outbox = Outbox()
+        self.inventory = BlockInventory()
+        self.stats: deque[StepStats] = deque()  # taken by the link with the reports
+        self.ended: deque[EndedSequence] = deque()
+        self.on_output: Callable[[], None] = lambda: None  # called from the loop's thread: something to report
+        self.on_order_error: Callable[[OrderError], None] = lambda error: None
+        self.on_crash: Callable[[BaseException], None] = lambda error: None
+
+        self._sequences: dict[int, Seq] = {}
+        self._chunks: deque[Chunk] = deque()
+        self._ready: deque[Seq] = deque()  # may decode, wait for a row
+        self._buffers = StepBuffers(limits.max_num_batched_tokens)
+        self._sampler = Sampler(limits.vocab_size, limits.max_num_seqs)
+        self._decode = DecodeSet(
+            self._buffers, self._sampler, limits.max_num_seqs, -(-limits.max_model_len // BLOCK_SIZE)
+        )
+        self._step_id = 0
+        self._last_batch_id = 0
+
+        self._wake = threading.Condition()
+        self._pending: deque[OrderBatch] = deque()
+        self._reset_request: Future[list[InventoryEntry]] | None = None
+        self._stopping = False
+        self._refusing = False  # an order error ended the link: nothing is applied before the next reset
+        self._step_started_s = 0.0
+        self._thread: threading.Thread | None = None
+
+    # Called from other threads.
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """End after the present step."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def submit(self, batch: OrderBatch) -> None:
+        """Apply `batch` at the next step boundary, after those submitted before."""
+        with self._wake:
+            self._pending.append(batch)
+            self._wake.notify()
+
+    def reset(self) -> Future[list[InventoryEntry]]:
+        """Drop every sequence at the next boundary and forget pending orders; resolves to the labelled blocks."""
+        with self._wake:
+            self._pending.clear()
+            if self._reset_request is None:
+                self._reset_request = Future()
+            self._wake.notify()
+            return self._reset_request
+
+    def step_running_us(self) -> int:
+        """How long the present step has run; 0 when idle."""
+        started_s = self._step_started_s
+        return max(round((self._monotonic_s() - started_s) * 1e6), 0) if started_s else 0
+
+    # The loop's own thread.
+
+    def _run(self) -> None:
+        try:
+            if self._num_threads:
+                torch.set_num_threads(self._num_threads)
+            while not self._stopping:
+                if self.run_once():
+                    continue
+                with self._wake:
+                    while not (self._pending or self._reset_request or self._stopping):
+                        self._wake.wait()
+        except BaseException as error:
+            _log.critical("the step loop ended", exc_info=error)
+            self.on_crash(error)
+
+    @torch.inference_mode()
+    def run_once(self) -> bool:
+        """Apply what is pending, then step if there is work. Returns whether a step ran."""
+        if self._reset_request is not None:
+            self._drop_all()
+        applied = self._apply_pending() if self._pending else False
+        if self._ready:
+            self._fill_rows()
+        chunks = self._take_chunks() if self._chunks else []
+        if not chunks and not self._decode.num_rows:
+            if applied:
+                self.on_output()
+            return False
+        if applied and chunks:
+            self.on_output()  # a step with a chunk may be long: acknowledge now
+        self._step(chunks)
+        return True
+
+    def _drop_all(self) -> None:
+        with self._wake:
+            request, self._reset_request = self._reset_request, None
+            self._pending.clear()
+        for sequence in list(self._sequences.values()):
+            self._end(sequence, "link lost")
+        self._chunks.clear()
+        self._ready.clear()
+        self._last_batch_id = 0
+        self._refusing = False
+        self.outbox.reset()
+        if request is not None:
+            request.set_result(self.inventory.entries())
+
+    def _apply_pending(self) -> bool:
+        applied = False
+        while self._pending and not self._refusing:
+            with self._wake:
+                if not self._pending:  # a reset emptied it
+                    break
+                batch = self._pending.popleft()
+            try:
+                self._apply(batch)
+                applied = True
+            except OrderError as error:
+                self._refusing = True
+                self.on_order_error(error)
+        if self._refusing:
+            self._pending.clear()
+            return False
+        return applied
+
+    def _apply(self, batch: OrderBatch) -> None:
+        if batch.batch_id != self._last_batch_id + 1:
+            raise OrderError(f"order batch {batch.batch_id} came after batch {self._last_batch_id}")
+        unpaused: list[int] = []
+        for order in batch.orders:
+            match order:
+                case Prefill():
+                    self._queue_chunk(order)
+                case Extend():
+                    if self._extend(order):
+                        unpaused.append(order.seq_id)
+                case Admit():
+                    self._admit(order)
+                case Drop():
+                    sequence = self._sequences.get(order.seq_id)
+                    if sequence is not None:
+                        unpaused.append(order.seq_id)
+                        self._end(sequence, "dropped")
+                case Label():
+                    self._check_blocks(order.block_ids)
+                    self.inventory.label(order.block_ids.tolist(), order.hashes, self._now_us())
+                case Copy():
+                    self._copy(order)
+        self._last_batch_id = batch.batch_id
+        self.outbox.applied(batch.batch_id, unpaused)
+
+    def _admit(self, order: Admit) -> None:
+        if order.seq_id in self._sequences:
+            raise OrderError(f"sequence {order.seq_id} is admitted twice")
+        self._check_blocks(order.block_ids)
+        if order.num_tokens > self._limits.max_model_len or order.max_total_tokens > self._limits.max_model_len:
+            raise OrderError(
+                f"sequence {order.seq_id} may grow to {max(order.num_tokens, order.max_total_tokens)} tokens; "
+                f"this executor takes {self._limits.max_model_len}"
+            )
+        sequence = Seq(order, self._limits.vocab_size)
+        self._check_limit(sequence)
+        self._sequences[order.seq_id] = sequence
+        num_shared = order.num_cached_tokens // BLOCK_SIZE
+        block_ids = order.block_ids.tolist()
+        self.inventory.use(block_ids[:num_shared], self._now_us())
+        self.inventory.forget(block_ids[num_shared:])
+        if self._traced and order.trace is not None:
+            sequence.trace = SequenceTrace(order.trace, self._time_ns())
+
+    def _queue_chunk(self, order: Prefill) -> None:
+        sequence = self._sequences.get(order.seq_id)
+        if sequence is None:
+            return
+        if order.start != sequence.num_queued or order.end > sequence.num_tokens:
+            raise OrderError(
+                f"a chunk of sequence {order.seq_id} covers [{order.start}, {order.end}) of {sequence.num_tokens} "
+                f"tokens, of which {sequence.num_queued} were computed or ordered before"
+            )
+        if order.end > sequence.limit:
+            raise OrderError(f"a chunk of sequence {order.seq_id} ends at {order.end}, past its limit {sequence.limit}")
+        if order.end - order.start > self._limits.chunk_budget:
+            raise OrderError(
+                f"a chunk of sequence {order.seq_id} has {order.end - order.start} tokens; "
+                f"a step has room for {self._limits.chunk_budget} beside its decodes"
+            )
+        sequence.num_queued = order.end
+        self._chunks.append(Chunk(sequence, order.start, order.end, order.token_ids))
+
+    def _extend(self, order: Extend) -> bool:
+        """Whether it set a paused sequence free."""
+        self._check_blocks(order.block_ids)
+        self.inventory.forget(order.block_ids.tolist())
+        sequence = self._sequences.get(order.seq_id)
+        if sequence is None:
+            return False
+        sequence.append_blocks(order.block_ids)
+        sequence.limit = max(sequence.limit, order.limit)
+        self._check_limit(sequence)
+        if sequence.row >= 0:
+            self._decode.extended(sequence)
+            return False
+        if sequence.is_paused and sequence.has_room:
+            sequence.is_paused = False
+            self._ready.append(sequence)
+            return True
+        return False
+
+    def _copy(self, order: Copy) -> None:
+        self._check_blocks(np.array([order.src_block_id, order.dst_block_id], np.int64))
+        if order.num_tokens > BLOCK_SIZE:
+            raise OrderError(f"a copy of {order.num_tokens} tokens, of a block of {BLOCK_SIZE}")
+        self.inventory.forget((order.dst_block_id,))
+        src, dst, n = order.src_block_id * BLOCK_SIZE, order.dst_block_id * BLOCK_SIZE, order.num_tokens
+        self._kv_cache.storage[:, dst : dst + n] = self._kv_cache.storage[:, src : src + n]
+
+    def _check_blocks(self, block_ids: Ids) -> None:
+        if block_ids.size and int(block_ids.max()) >= self._kv_cache.num_blocks:
+            raise OrderError(
+                f"block {int(block_ids.max())} does not exist: the cache has {self._kv_cache.num_blocks} blocks"
+            )
+
+    def _check_limit(self, sequence: Seq) -> None:
+        if sequence.limit > sequence.num_blocks * BLOCK_SIZE:
+            raise OrderError(
+                f"sequence {sequence.seq_id} may write up to {sequence.limit} and holds {sequence.num_blocks} blocks"
+            )
+
+    def _now_us(self) -> int:
+        return round(self._monotonic_s() * 1e6)
+
+    def _end(self, sequence: Seq, finish: str) -> None:
+        """The sequence is over, whatever the reason: nothing of it runs from here on."""
+        if sequence.row >= 0:
+            self._decode.remove(sequence)
+        sequence.is_live = False
+        sequence.pending_logits = None
+        del self._sequences[sequence.seq_id]
+        self.inventory.use(sequence.block_ids, self._now_us())
+        if sequence.trace is not None:
+            sequence.trace.last_step_id = self._step_id
+            sequence.trace.events.append(("finish", self._time_ns(), {"step_id": self._step_id}))
+            self.ended.append(
+                EndedSequence(
+                    seq_id=sequence.seq_id,
+                    trace=sequence.trace,
+                    end_ns=self._time_ns(),
+                    num_prompt_tokens=sequence.num_prompt_tokens,
+                    num_cached_tokens=sequence.admit.num_cached_tokens,
+                    num_generated_tokens=sequence.num_tokens - sequence.admit.num_tokens,
+                    finish=finish,
+                )
+            )
+
+    def _fill_rows(self) -> None:
+        """Sequences that were set free take rows, in the order in which they were."""
+        while self._ready and not self._decode.is_full:
+            sequence = self._ready.popleft()
+            if sequence.is_live:
+                self._decode.add(sequence)
+
+    def _take_chunks(self) -> list[Chunk]:
+        """From the head of the queue what fits this step."""
+        taken: list[Chunk] = []
+        budget = self._limits.chunk_budget
+        free_rows = self._decode.max_rows - self._decode.num_rows - len(self._ready)
+        while self._chunks:
+            chunk = self._chunks[0]
+            if not chunk.sequence.is_live:
+                self._chunks.popleft()
+                continue
+            if chunk.num_tokens > budget or (chunk.is_last and free_rows <= 0):
+                break
+            self._chunks.popleft()
+            taken.append(chunk)
+            budget -= chunk.num_tokens
+            free_rows -= chunk.is_last
+        return taken
+
+    def _step(self, chunks: Sequence[Chunk]) -> None:
+        started_s = self._step_started_s = self._monotonic_s()
+        decode = self._decode
+        num_decode_rows = decode.num_rows
+        batch, prompt_parts = self._build_batch(chunks)
+        logits = self._model.forward(batch, self._kv_cache).logits
+        self._step_id += 1
+        output = StepOutput(self._step_id, 0.0, _NO_SEQ_IDS, _NO_TOKENS)
+        if chunks:
+            self._finish_chunks(chunks, logits, prompt_parts, output)
+        if decode.num_rows:
+            self._choose(logits, output)
+        now_s = self._monotonic_s()
+        output.duration_s = now_s - started_s
+        self._step_started_s = 0.0
+        self.outbox.add_step(output)
+        self.stats.append(
+            StepStats(output.duration_s, batch.num_rows - num_decode_rows, num_decode_rows, decode.num_rows)
+        )
+        self.on_output()
+
+    def _build_batch(self, chunks: Sequence[Chunk]) -> tuple[ForwardBatch, list[tuple[Chunk, int]]]:
+        """Decode rows as they stand, then the chunks' rows.
+
+        Logits are asked for in the order: decode rows, last rows of chunks that end a history (these sequences take
+        the decode rows that follow, in this order), rows of prompt log-probabilities. The second value says of which
+        chunks the latter are, and how many of each.
+        """
+        decode, buffers = self._decode, self._buffers
+        n = decode.num_rows
+        segments: list[Segment] = []
+        if n:
+            decode.write_slots()
+            table_rows, form = decode.table_rows, Form.DECODE
+            segments = [
+                Segment(row, 1, position, table_rows[row], form)
+                for row, position in enumerate(buffers.positions[:n].tolist())
+            ]
+        if not chunks:
+            return (
+                ForwardBatch(
+                    token_ids=buffers.token_ids_tensor[:n],
+                    positions=buffers.positions_tensor[:n],
+                    slot_mapping=buffers.slots_tensor[:n],
+                    segments=segments,
+                    logit_rows=decode.row_numbers[:n],
+                ),
+                [],
+            )
+        logit_rows = list(range(n))
+        prompt_rows: list[int] = []
+        prompt_parts: list[tuple[Chunk, int]] = []
+        row = n
+        for chunk in chunks:
+            sequence, start, end = chunk.sequence, chunk.start, chunk.end
+            stop = row + chunk.num_tokens
+            positions = np.arange(start, end)
+            table = sequence.block_table
+            buffers.token_ids[row:stop] = chunk.token_ids
+            buffers.positions[row:stop] = positions
+            blocks = table.numpy()[positions // BLOCK_SIZE].astype(np.int64)
+            buffers.slots[row:stop] = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
+            edge = min(max(sequence.num_prompt_tokens, start), end) if self._forms_apart else end
+            if start < edge:
+                segments.append(Segment(row, edge - start, start, table, Form.PREFILL))
+            if edge < end:
+                segments.append(Segment(row + edge - start, end - edge, edge, table, Form.DECODE))
+            if chunk.is_last:
+                sequence.last_token = int(chunk.token_ids[-1])
+                if sequence.ended_before is None:
+                    logit_rows.append(stop - 1)
+            if sequence.num_prompt_logprobs is not None:
+                # Row p says how likely the token at p + 1 was; beyond the prompt nobody asks.
+                count = max(min(end, sequence.num_prompt_tokens - 1) - start, 0)
+                prompt_rows += range(row, row + count)
+                prompt_parts.append((chunk, count))
+            row = stop
+        return (
+            ForwardBatch(
+                token_ids=buffers.token_ids_tensor[:row],
+                positions=buffers.positions_tensor[:row],
+                slot_mapping=buffers.slots_tensor[:row],
+                segments=segments,
+                logit_rows=torch.tensor(logit_rows + prompt_rows, dtype=torch.int64),
+            ),
+            prompt_parts,
+        )
+
+    def _finish_chunks(
+        self, chunks: Sequence[Chunk], logits: torch.Tensor, prompt_parts: Sequence[tuple[Chunk, int]], output: StepOutput
+    ) -> None:
+        """What the chunks' rows brought; sequences whose history ended join the decode set."""
+        for chunk in chunks:
+            sequence = chunk.sequence
+            output.computed[sequence.seq_id] = chunk.end
+            sequence.observe(chunk.token_ids, chunk.start)
+            if sequence.trace is not None:
+                self._trace_chunk(sequence.trace, chunk)
+            if not chunk.is_last:
+                continue
+            if sequence.ended_before is None:
+                self._decode.add(sequence)
+                if sequence.trace is not None:  # its first token is chosen next, in this step
+                    sequence.trace.events.append(("first_token", self._time_ns(), {"step_id": self._step_id}))
+            else:
+                self._finish(sequence, STOP if sequence.ended_before == "stop" else LENGTH, output)
+        first = logits.shape[0] - sum(count for _, count in prompt_parts)
+        for chunk, count in prompt_parts:
+            item = _prompt_logprobs(chunk, logits[first : first + count])
+            if item.prompt:
+                output.logprobs.append(item)
+            first += count
+
+    def _choose(self, logits: torch.Tensor, output: StepOutput) -> None:
+        """The next token of every row, and what follows from it: faults, ends, pauses."""
+        decode = self._decode
+        n = decode.num_rows
+        new_positions = self._buffers.positions[:n] + 1
+        adjustments = [
+            Adjustment(s.row, s.adjuster, int(new_positions[s.row]) - s.num_prompt_tokens)
+            for s in decode.adjusted.values()
+            if s.adjuster is not None
+        ]
+        tokens, sound = self._sampler.sample(logits[:n], new_positions, adjustments)
+        if decode.with_logprobs:
+            self._token_logprobs(logits, tokens, sound, output)
+        for item in adjustments:
+            item.adjuster.observe(tokens[item.row : item.row + 1])
+            if not item.adjuster.is_active(item.num_generated + 1):
+                del decode.adjusted[decode.sequences[item.row].seq_id]
+        halted, stopped = decode.advance(tokens)
+        output.seq_ids, output.token_ids = decode.seq_ids[:n].copy(), tokens
+        if not sound.all():
+            output.seq_ids, output.token_ids = output.seq_ids[sound], tokens[sound]
+            halted |= ~sound
+        # From the last row on: a row that leaves is filled from behind, with a row that was looked at before.
+        for row in np.flatnonzero(halted)[::-1].tolist():
+            sequence = decode.sequences[row]
+            if not sound[row]:
+                self._fault(sequence, output)
+            elif stopped[row]:
+                self._finish(sequence, STOP, output)
+            elif decode.out_of_budget(row):
+                self._finish(sequence, LENGTH, output)
+            else:
+                decode.remove(sequence)
+                sequence.is_paused = True
+                output.paused.append(sequence.seq_id)
+
+    def _token_logprobs(
+        self, logits: torch.Tensor, tokens: Ids, sound: npt.NDArray[np.bool_], output: StepOutput
+    ) -> None:
+        wanted = [s for s in self._decode.with_logprobs.values() if sound[s.row]]
+        if not wanted:
+            return
+        rows = np.array([s.row for s in wanted])
+        num_top = [s.spec.logprobs or 0 for s in wanted]
+        entries = token_logprobs(logits[torch.from_numpy(rows)].cpu().numpy(), tokens[rows], max(num_top))
+        for sequence, entry, count in zip(wanted, entries, num_top, strict=True):
+            output.logprobs.append(LogprobItem(sequence.seq_id, generated=(entry.with_top(count),)))
+
+    def _finish(self, sequence: Seq, reason: common_pb2.FinishReason, output: StepOutput) -> None:
+        output.finish[sequence.seq_id] = reason
+        self._end(sequence, "stop" if reason == STOP else "length")
+
+    def _fault(self, sequence: Seq, output: StepOutput) -> None:
+        """A numerical fault ends the sequence alone; labels that its blocks had are not to be trusted."""
+        position = int(self._buffers.positions[sequence.row]) - 1
+        message = f"the logits after position {position} are not finite (NaN or infinity) at step {self._step_id}"
+        _log.error("sequence %d: %s", sequence.seq_id, message)
+        output.faults.append((sequence.seq_id, message))
+        self._end(sequence, "error")
+        self.inventory.forget(sequence.block_ids[sequence.admit.num_cached_tokens // BLOCK_SIZE :])
+
+    def _trace_chunk(self, trace: SequenceTrace, chunk: Chunk) -> None:
+        trace.num_chunks += 1
+        trace.first_step_id = trace.first_step_id or self._step_id
+        trace.events.append(
+            ("prefill_chunk", self._time_ns(), {"start": chunk.start, "end": chunk.end, "step_id": self._step_id})
+        )
+
+
+def _prompt_logprobs(chunk: Chunk, logits: torch.Tensor) -> LogprobItem:
+    """Log-probabilities of prompt tokens that this chunk made known; keeps the row whose token is yet to come.
+
+    `logits`: of the chunk's first rows, as far as what they predict is the prompt's.
+    """
+    sequence, count = chunk.sequence, logits.shape[0]
+    rows, targets = logits, chunk.token_ids[1 : count + 1]
+    if sequence.pending_logits is not None:
+        rows, targets = torch.cat((sequence.pending_logits, logits)), chunk.token_ids[: count + 1]
+        sequence.pending_logits = None
+    if rows.shape[0] > targets.size:
+        sequence.pending_logits = rows[-1:].clone()
+    entries = token_logprobs(rows[: targets.size].cpu().numpy(), targets, sequence.num_prompt_logprobs or 0)
+    return LogprobItem(sequence.seq_id, prompt=tuple(entries))
+
+
+_NO_SEQ_IDS = np.zeros(0, np.uint64)
+_NO_TOKENS = np.zeros(0, np.int64)
