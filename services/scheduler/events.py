@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -116,7 +115,6 @@ class ExecutorLost:
     link_id: int
 
 
-_EMPTY: array[int] = array("Q")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,13 +123,13 @@ class Reported:
 
     link_id: int
     last_batch_id: int = 0
-    seq_ids: Sequence[int] = _EMPTY
-    num_tokens: Sequence[int] = _EMPTY
+    seq_ids: Sequence[int] = ()
+    num_tokens: Sequence[int] = ()
     token_ids: bytes = b""
     finish: bytes = b""  # a FinishReason each, or empty where none ended
-    computed_seq_ids: Sequence[int] = _EMPTY
-    num_computed_tokens: Sequence[int] = _EMPTY
-    paused_seq_ids: Sequence[int] = _EMPTY
+    computed_seq_ids: Sequence[int] = ()
+    num_computed_tokens: Sequence[int] = ()
+    paused_seq_ids: Sequence[int] = ()
     logprobs: Mapping[int, tuple[list[Any], list[Any]]] = field(default_factory=dict)  # of tokens, of the prompt
     faults: Sequence[tuple[int, str]] = ()
     num_steps: int = 0

@@ -138,7 +138,7 @@ def fill_delta(out: generation_pb2.TokenDelta, event: StreamTokens) -> None:
 
 
 def fill_finished(out: generation_pb2.Finished, event: StreamFinished) -> None:
-    out.reason = event.reason.value
+    out.reason = event.reason.value  # type: ignore[assignment]  # the same numbers, a test says
     if event.stop_token_id is not None:
         out.stop_token_id = event.stop_token_id
     out.num_cached_tokens = event.num_cached_tokens

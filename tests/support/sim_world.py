@@ -1,0 +1,394 @@
+"""The scheduler core, simulated executors and clients in one process, on virtual time and in any order.
+
+`World` performs one small action at a time: a request arrives, a batch leaves, a batch arrives, a step runs, some
+steps are reported, a link breaks. Whoever drives it chooses the order; after every action all accounts are checked,
+and every token that reaches a client is compared with the run of its request alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from rorqual.core.errors import (
+    CapacityError,
+    DeadlineExceededError,
+    PromptTooLongError,
+    QueueFullError,
+    RorqualError,
+    SupersededError,
+)
+from rorqual.core.token_ids import pack_token_ids, unpack_token_ids
+from rorqual.v1 import common_pb2, executor_pb2, generation_pb2
+from services.scheduler.core import CoreConfig, SchedulerCore
+from services.scheduler.events import Cancel, Event, ExecutorConnected, ExecutorLost, FinishEarly, Open, Tick
+from services.scheduler.stream_events import (
+    FinishReason,
+    StreamFailed,
+    StreamFinished,
+    StreamStarted,
+    StreamTokens,
+)
+from services.scheduler.wire import batch_to_proto, reported_from_proto, request_from_proto, spec_from_hello
+
+from .sim_executor import SimConfig, SimExecutor, expected_tokens
+
+
+@dataclass
+class Client:
+    """One stream as its caller sees it."""
+
+    stream_id: int
+    proto: generation_pb2.GenerateRequest
+    deadline_s: float | None
+    tokens: list[int] = field(default_factory=list)  # of this stream
+    started: bool = False
+    finish: FinishReason | None = None
+    error: RorqualError | None = None
+    num_generated: int = 0
+    left_early: bool = False  # cancelled, or told to finish
+
+    @property
+    def ended(self) -> bool:
+        return self.finish is not None or self.error is not None
+
+
+@dataclass
+class Link:
+    """One executor's connection, with what is under way on it."""
+
+    link_id: int
+    sim: SimExecutor
+    down: deque[executor_pb2.OrderBatch] = field(default_factory=deque)
+
+
+class World:
+    """See the module's docstring. `rng` decides sizes; the driver decides the order of actions."""
+
+    def __init__(self, rng: random.Random, config: CoreConfig | None = None, *, vocab_size: int = 97) -> None:
+        self.rng = rng
+        self.core = SchedulerCore(config or CoreConfig())
+        self.vocab_size = vocab_size
+        self.now_s = 0.0
+        self.links: dict[int, Link] = {}
+        self.clients: dict[int, Client] = {}
+        self.live: dict[int, Client] = {}
+        self.num_events = 0
+        self._num_ids = 0
+        self._num_attempts = 0
+        self._expected: dict[bytes, tuple[list[int], int]] = {}
+        self._prefixes = [
+            [rng.randrange(vocab_size) for _ in range(length)] for length in (64, 130, 200, 320)
+        ]  # what prompts have in common
+
+    # -- actions --------------------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> None:
+        """Give the core one event, take its stream events, and check everything."""
+        self.num_events += 1
+        effects = self.core.handle(event, self.now_s)
+        self._take(effects.events)
+        self.core.check()
+
+    def open(self, proto: generation_pb2.GenerateRequest) -> Client:
+        self._num_ids += 1
+        request = request_from_proto(proto, now_s=self.now_s, trace=None)
+        client = Client(self._num_ids, proto, request.deadline_s)
+        self.clients[client.stream_id] = self.live[client.stream_id] = client
+        self.handle(Open(client.stream_id, request, proto.token_ids))
+        return client
+
+    def open_random(self) -> list[Client]:
+        """One request, now and then of several choices."""
+        rng = self.rng
+        prompt: list[int] = []
+        if rng.random() < 0.7:
+            prefix = rng.choice(self._prefixes)
+            prompt += prefix if rng.random() < 0.7 else prefix[: rng.randrange(1, len(prefix))]
+        prompt += [rng.randrange(self.vocab_size) for _ in range(rng.choice((0, 1, 5, 63, 64, 65, 150)))]
+        prompt = prompt or [1]
+        num_choices = rng.choice((1, 1, 1, 1, 3))
+        sampling = common_pb2.SamplingParams(seed=rng.randrange(4))
+        if rng.random() < 0.7:
+            sampling.stop_token_ids.extend({rng.randrange(self.vocab_size), rng.randrange(self.vocab_size)})
+        if rng.random() < 0.3:
+            sampling.min_tokens = rng.randrange(20)
+        if rng.random() < 0.1:
+            sampling.prompt_logprobs = 0
+        if rng.random() < 0.2:
+            sampling.logprobs = 1
+        if rng.random() < 0.2:
+            sampling.repetition_penalty = 1.2
+        proto = generation_pb2.GenerateRequest(
+            request_id=f"r{self._num_ids}",
+            token_ids=pack_token_ids(prompt),
+            num_prompt_tokens=len(prompt),
+            sampling=sampling,
+            num_choices=num_choices,
+            priority=rng.choice((0, 0, 0, 0, -1, 1)),
+            cache_salt=rng.choice(("", "", "", "salt")),
+        )
+        if rng.random() < 0.9:
+            proto.max_tokens = max(sampling.min_tokens, rng.choice((0, 1, 2, 30, 64, 100, 200)))
+        if rng.random() < 0.1:
+            proto.time_left_us = rng.randrange(1, 400_000)
+        clients = []
+        for choice_index in range(num_choices):
+            proto.choice_index = choice_index
+            copy = generation_pb2.GenerateRequest()
+            copy.CopyFrom(proto)
+            clients.append(self.open(copy))
+        return clients
+
+    def resume(self, client: Client, num_held: int) -> Client:
+        """A client whose stream broke opens it again with the tokens it holds; the old one may still be live."""
+        proto = generation_pb2.GenerateRequest()
+        proto.CopyFrom(client.proto)
+        proto.token_ids += pack_token_ids(client.tokens[:num_held])
+        self._num_attempts += 1
+        proto.attempt = self._num_attempts
+        proto.resume.num_cached_tokens = 7
+        return self.open(proto)
+
+    def cancel(self, client: Client) -> None:
+        client.left_early = True
+        self.handle(Cancel(client.stream_id))
+        assert client.ended
+
+    def finish_early(self, client: Client, num_tokens: int) -> None:
+        client.left_early = True
+        self.handle(FinishEarly(client.stream_id, num_tokens))
+        assert client.ended
+
+    def pass_time(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.handle(Tick())
+
+    def connect(self, sim: SimExecutor) -> Link:
+        self._num_ids += 1
+        hello = executor_pb2.Hello.FromString(sim.hello().SerializeToString())
+        self.handle(ExecutorConnected(self._num_ids, spec_from_hello(hello)))
+        self.links[self._num_ids] = link = Link(self._num_ids, sim)
+        return link
+
+    def lose(self, link: Link, *, keep_cache: bool = True) -> SimExecutor:
+        """The link breaks: what was on the wire, and what was not reported, never happened."""
+        del self.links[link.link_id]
+        link.sim.reset(keep_cache=keep_cache)
+        self.handle(ExecutorLost(link.link_id))
+        return link.sim
+
+    def send(self, link: Link) -> bool:
+        """The wire is free: the core's next batch leaves."""
+        taken = self.core.take_batch(link.link_id)
+        if taken is not None:
+            link.down.append(batch_to_proto(*taken))
+        return taken is not None
+
+    def apply(self, link: Link) -> bool:
+        """A batch reaches the executor at a step boundary."""
+        if link.down:
+            link.sim.apply(link.down.popleft())
+            return True
+        return False
+
+    def step(self, link: Link) -> bool:
+        if link.sim.has_work:
+            link.sim.step()
+            return True
+        return False
+
+    def report(self, link: Link, max_steps: int | None = None) -> bool:
+        """Some unreported steps reach the core as one report."""
+        report = link.sim.report(max_steps)
+        if report is not None:
+            self.now_s += 0.001
+            self.handle(reported_from_proto(link.link_id, report))
+        return report is not None
+
+    def run_to_end(self, *, max_rounds: int = 20_000) -> None:
+        """Everything in turn until no stream is live. AssertionError if that never happens."""
+        for _ in range(max_rounds):
+            if not self.live:
+                break
+            progress = False
+            for link in list(self.links.values()):
+                progress |= self.send(link)
+                while self.apply(link):
+                    progress = True
+                progress |= self.step(link)
+                progress |= self.report(link)
+            assert progress, f"nothing moves, but {len(self.live)} streams are live"
+        assert not self.live, "streams do not end"
+        occupancy = self.core.occupancy()
+        assert occupancy.num_free_blocks == occupancy.num_total_blocks, "blocks are lost"
+        assert occupancy.num_running == occupancy.num_waiting == occupancy.num_granted_unwritten_blocks == 0
+
+    # -- what clients see -----------------------------------------------------------------------------
+
+    def expected(self, client: Client) -> tuple[list[int], int]:
+        """The run of this request alone."""
+        proto = client.proto
+        key = proto.SerializeToString(deterministic=True)
+        if key not in self._expected:
+            model = self.core.model
+            assert model is not None
+            max_total = model.max_model_len
+            if proto.HasField("max_tokens"):
+                max_total = min(max_total, proto.num_prompt_tokens + proto.max_tokens)
+            history_ended = (
+                len(proto.token_ids) // 4 - proto.num_prompt_tokens > proto.sampling.min_tokens
+                and int.from_bytes(proto.token_ids[-4:], "little") in proto.sampling.stop_token_ids
+            )
+            self._expected[key] = (
+                ([], common_pb2.FINISH_REASON_STOP)
+                if history_ended
+                else expected_tokens(
+                    proto.token_ids,
+                    proto.num_prompt_tokens,
+                    max_total,
+                    proto.sampling,
+                    choice_index=proto.choice_index,
+                    vocab_size=self.vocab_size,
+                )
+            )
+        return self._expected[key]
+
+    def _take(self, events: list[object]) -> None:
+        for event in events:
+            if isinstance(event, StreamTokens):
+                self._on_tokens(self.live[event.stream_id], event)
+            elif isinstance(event, StreamStarted):
+                client = self.live[event.stream_id]
+                assert not client.started
+                assert not client.tokens
+                client.started = True
+            elif isinstance(event, StreamFinished):
+                self._on_finished(self.live.pop(event.stream_id), event)
+            elif isinstance(event, StreamFailed):
+                client = self.live.pop(event.stream_id)
+                client.error = event.error
+                self._check_error(client)
+
+    def _on_tokens(self, client: Client, event: StreamTokens) -> None:
+        assert client.started
+        new = list(unpack_token_ids(event.token_ids))
+        proto = client.proto
+        if event.prompt_logprobs:
+            assert not client.tokens, "prompt log-probabilities come first"
+            assert len(event.prompt_logprobs) == proto.num_prompt_tokens - 1
+        elif not client.tokens and proto.sampling.HasField("prompt_logprobs"):
+            assert proto.resume.prompt_logprobs_delivered or proto.num_prompt_tokens == 1
+        if new and proto.sampling.HasField("logprobs"):
+            assert event.logprobs is not None
+            assert [entry.token_id for entry in event.logprobs] == new
+        at = len(client.tokens)
+        client.tokens += new
+        assert client.tokens[at:] == self.expected(client)[0][at : at + len(new)], (
+            f"stream {client.stream_id} differs from its run alone at token {at}"
+        )
+
+    def _on_finished(self, client: Client, event: StreamFinished) -> None:
+        client.finish, client.num_generated = event.reason, event.num_generated_tokens
+        if client.left_early:
+            return
+        tokens, reason = self.expected(client)
+        if not client.proto.HasField("max_tokens") and event.reason == FinishReason.LENGTH:
+            return  # what fits in memory; that the tokens are right was checked as they came
+        assert client.tokens == tokens, f"stream {client.stream_id} ended with {len(client.tokens)} of {len(tokens)} tokens"
+        assert event.reason == reason
+        held = len(client.proto.token_ids) // 4 - client.proto.num_prompt_tokens
+        assert event.num_generated_tokens == held + len(tokens)
+        if reason == common_pb2.FINISH_REASON_STOP:
+            assert event.stop_token_id in client.proto.sampling.stop_token_ids
+
+    def _check_error(self, client: Client) -> None:
+        error = client.error
+        if isinstance(error, DeadlineExceededError):
+            assert client.deadline_s is not None
+            assert client.deadline_s <= self.now_s
+        elif isinstance(error, QueueFullError):
+            assert not client.proto.HasField("resume"), "a resume is never refused for a full queue"
+        elif isinstance(error, PromptTooLongError):
+            assert self.core.model is not None
+            assert client.proto.num_prompt_tokens >= self.core.model.max_model_len
+        else:
+            assert isinstance(error, (SupersededError, CapacityError)), f"unexpected {error!r}"
+
+
+def random_config(rng: random.Random) -> SimConfig:
+    """A small executor: memory and queues that are soon full."""
+    max_num_seqs = rng.choice((1, 2, 4, 8))
+    num_draft_tokens = rng.choice((0, 0, 1, 3))
+    return SimConfig(
+        num_blocks=rng.choice((6, 9, 12, 20, 60)),
+        max_num_seqs=max_num_seqs,
+        num_draft_tokens=num_draft_tokens,
+        max_num_batched_tokens=max_num_seqs * (1 + num_draft_tokens) + rng.choice((64, 65, 130, 300)),
+        max_model_len=rng.choice((300, 700)),
+        vocab_size=97,
+    )
+
+
+def random_action(world: World, spare: list[SimExecutor]) -> None:
+    """One action, likely ones more often. `spare`: executors that are not connected."""
+    rng = world.rng
+    dice = rng.random()
+    links = list(world.links.values())
+    live = list(world.live.values())
+    if links and dice < 0.72:
+        link = rng.choice(links)
+        action = rng.random()
+        if action < 0.25:
+            world.send(link)
+        elif action < 0.45:
+            world.apply(link)
+        elif action < 0.75:
+            world.step(link)
+        else:
+            world.report(link, rng.choice((1, 1, 2, 5, None)))
+    elif dice < 0.88:
+        if len(live) < 30:
+            world.open_random()
+    elif dice < 0.91:
+        if live:
+            world.cancel(rng.choice(live))
+    elif dice < 0.93:
+        if live:
+            client = rng.choice(live)
+            world.finish_early(client, rng.randrange(len(client.tokens) + 1))
+    elif dice < 0.96:
+        ended = list(world.clients.values())[-40:]
+        candidates = [c for c in ended if c.started and not c.error and len(c.proto.token_ids) < 4 * 600]
+        if candidates:
+            client = rng.choice(candidates)
+            world.resume(client, rng.choice((len(client.tokens), rng.randrange(len(client.tokens) + 1))))
+    elif dice < 0.98:
+        world.pass_time(rng.choice((0.0, 0.01, 0.3)))
+    elif dice < 0.99:
+        if links:
+            spare.append(world.lose(rng.choice(links), keep_cache=rng.random() < 0.7))
+    elif spare:
+        world.connect(spare.pop(rng.randrange(len(spare))))
+
+
+def random_run(rng: random.Random, num_actions: int) -> World:
+    """A world of one or two small executors, disturbed `num_actions` times and then left to finish."""
+    config = CoreConfig(
+        max_queue_len=rng.choice((5, 1000)), enable_prefix_caching=rng.random() < 0.9, max_num_seqs=rng.choice((0, 0, 3))
+    )
+    world = World(rng, config)
+    sim_config = random_config(rng)
+    deterministic = rng.random() < 0.3
+    spare: list[SimExecutor] = []
+    for i in range(rng.choice((1, 1, 2, 3))):
+        copy = SimConfig(**{**vars(sim_config), "executor_id": f"sim-{i}", "deterministic": deterministic})
+        spare.append(SimExecutor(copy))
+    world.connect(spare.pop())
+    for _ in range(num_actions):
+        random_action(world, spare)
+    while spare:
+        world.connect(spare.pop())
+    world.run_to_end()
+    return world
