@@ -1,0 +1,91 @@
+/* abi.h: the C interface of librorqual_kernels.so. Raw device pointers, sizes and a stream; no torch.
+ *
+ * Every function returns 0, a cudaError_t (> 0), or a RORQUAL_E… (< 0); rorqual_last_error() then says what was
+ * wrong, for the calling thread. Nothing is allocated, nothing waits for the device, and an empty batch is a
+ * no-op, so every call can be captured by a CUDA graph. Strides are in elements, innermost dimensions contiguous,
+ * bf16 pointers 16-byte aligned (q_pe: 4) and their strides multiples of 8 (q_pe: 2) elements.
+ *
+ * A change to a struct or to what a function means raises RORQUAL_ABI_VERSION; the loader refuses another one.
+ */
+#ifndef RORQUAL_ABI_H
+#define RORQUAL_ABI_H
+#include <stdint.h>
+
+#define RORQUAL_ABI_VERSION 1
+#define RORQUAL_EINVAL (-1)
+
+#pragma GCC visibility push(default)
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+int rorqual_abi_version(void);
+const char* rorqual_last_error(void);
+/* The machine code in the library, as "sm_90a". */
+const char* rorqual_target(void);
+
+typedef struct {
+  void* out;           /* bf16 [num_rows, hidden] */
+  void* residual;      /* bf16 [num_rows, hidden] or NULL: becomes x + residual, which is then normalised */
+  const void* x;       /* bf16 [num_rows, hidden] */
+  const void* weight;  /* bf16 [hidden] */
+  int64_t out_stride, residual_stride, x_stride;
+  int32_t num_rows, hidden;
+  float eps;
+} RorqualRmsNorm;
+int rorqual_rms_norm(const RorqualRmsNorm* args, void* stream);
+
+typedef struct {
+  void* cache;              /* bf16 [num_blocks, 64, 576], blocks cache_block_stride apart */
+  void* latent_out;         /* bf16 [num_tokens, 576] or NULL: the rows once more, contiguous */
+  void* q_pe;               /* bf16 [num_tokens, num_heads, 64], turned in place */
+  const void* c_kv;         /* bf16 [num_tokens, 512] */
+  const void* k_pe;         /* bf16 [num_tokens, 64] */
+  const void* norm_weight;  /* bf16 [512], or NULL if c_kv is normalised already */
+  const void* cos_sin;      /* f32 [num_positions, 64]: 32 cosines, 32 sines */
+  const void* positions;    /* i64 [num_tokens] */
+  const void* slot_mapping; /* i64 [num_tokens]: block * 64 + offset; negative: padding, left alone altogether */
+  int64_t cache_block_stride, c_kv_stride, k_pe_stride, q_pe_token_stride, q_pe_head_stride;
+  int32_t num_tokens, num_heads;
+  float eps;
+} RorqualMlaStore;
+int rorqual_mla_store(const RorqualMlaStore* args, void* stream);
+
+typedef struct {
+  void* plan;           /* i32 [rorqual_mla_plan_words(num_parts, batch)], written */
+  const void* kv_lens;  /* i32 [batch] */
+  const void* q_starts; /* i32 [batch + 1] */
+  int32_t batch, num_parts;
+  int32_t split_blocks; /* 0: even parts; otherwise splits of so many blocks, an even number */
+  int32_t min_units, overhead_blocks, split_capacity;
+} RorqualMlaPlan;
+int64_t rorqual_mla_plan_words(int32_t num_parts, int32_t batch);
+int rorqual_mla_plan(const RorqualMlaPlan* args, void* stream);
+
+/* kernel: 0 tiles of 16 (query token, head) rows, 1 of 32, 2 of 64. */
+int32_t rorqual_mla_tile_rows(int32_t kernel);
+
+typedef struct {
+  const void* q_latent;     /* bf16 [num_tokens, num_heads, 512] */
+  const void* q_pe;         /* bf16 [num_tokens, num_heads, 64], 16-byte aligned, strides multiples of 8 */
+  const void* cache;        /* bf16 [num_blocks, 64, 576] */
+  void* out;                /* bf16 [num_tokens, num_heads, 512] */
+  void* lse;                /* f32 [num_tokens, num_heads] or NULL */
+  const void* block_tables; /* i32 [batch, >= ceil(kv_len / 64)] */
+  const void* kv_lens;      /* i32 [batch]: length, this step's query tokens included; 0: no output but zeros */
+  const void* q_starts;     /* i32 [batch + 1]; each sequence has q_starts[s + 1] - q_starts[s] <= max_q_len tokens */
+  const void* plan;
+  void* partial_out;        /* f32 [split_capacity, num_tiles * tile rows, 512] */
+  void* partial_lse;        /* f32 [split_capacity, num_tiles * tile rows] */
+  int64_t q_latent_token_stride, q_latent_head_stride, q_pe_token_stride, q_pe_head_stride;
+  int64_t out_token_stride, out_head_stride, block_table_stride, cache_block_stride, num_blocks;
+  int32_t batch, num_heads, max_q_len, num_parts, split_blocks, split_capacity, kernel;
+  float softmax_scale;
+} RorqualMlaDecode;
+int rorqual_mla_decode(const RorqualMlaDecode* args, void* stream);
+
+#ifdef __cplusplus
+}
+#endif
+#pragma GCC visibility pop
+#endif

@@ -1,0 +1,87 @@
+// launch.h: what the C ABI (launch/) hands to each kernel family: checked parameters and one function.
+// No function allocates, synchronises or changes the current device, so a CUDA graph can capture all of them.
+#pragma once
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace rorqual {
+
+// Strides are in elements throughout.
+struct RmsNormParams {
+  __nv_bfloat16* out;       // [num_rows, hidden]
+  __nv_bfloat16* residual;  // [num_rows, hidden] or null; becomes x + residual, which is what is normalised
+  const __nv_bfloat16* x;   // [num_rows, hidden]
+  const __nv_bfloat16* weight;
+  int64_t out_stride, residual_stride, x_stride;
+  int num_rows, hidden;
+  float eps;
+};
+cudaError_t launch_rms_norm(const RmsNormParams& p, cudaStream_t stream);
+
+struct MlaStoreParams {
+  __nv_bfloat16* cache;              // [num_blocks, 64, 576], blocks `cache_block_stride` apart
+  __nv_bfloat16* latent_out;         // [num_tokens, 576] or null: the same rows, densely
+  __nv_bfloat16* q_pe;               // [num_tokens, num_heads, 64], turned in place
+  const __nv_bfloat16* c_kv;         // [num_tokens, 512]
+  const __nv_bfloat16* k_pe;         // [num_tokens, 64]
+  const __nv_bfloat16* norm_weight;  // [512], or null: c_kv is normalised already
+  const float* cos_sin;              // [num_positions, 64]: 32 cosines, then 32 sines
+  const int64_t* positions;          // [num_tokens]
+  const int64_t* slot_mapping;       // [num_tokens], -1 = padding: nothing of that token is read or written
+  int64_t cache_block_stride, c_kv_stride, k_pe_stride, q_pe_token_stride, q_pe_head_stride;
+  int num_tokens, num_heads;  // num_heads 0: no queries
+  float eps;
+};
+cudaError_t launch_mla_store(const MlaStoreParams& p, cudaStream_t stream);
+
+// The plan of one decode step, shared by all layers: which part of which sequence each CTA takes. int32 words:
+//   [0, 4)              number of splits, splits over capacity (0 or 1), units a part, 0
+//   [4, 4 + 4 * parts)  a part's {first sequence, first block, last sequence, end block in it}
+//   then batch          the first part that touches a sequence
+//   then batch + 1      where a sequence's splits start in the workspace
+struct MlaPlanParams {
+  int* plan;
+  const int* kv_lens;   // [batch]
+  const int* q_starts;  // [batch + 1]
+  int batch, num_parts;
+  int split_blocks;     // 0: cut where the load is even; else splits of exactly so many blocks
+  int min_units;        // at least so many units of work a part
+  int overhead_blocks;  // what starting a sequence costs, in blocks
+  int split_capacity;
+};
+cudaError_t launch_mla_plan(const MlaPlanParams& p, cudaStream_t stream);
+
+enum class MlaDecodeKernel : int { kNarrow16 = 0, kNarrow32 = 1, kWide64 = 2 };
+
+struct MlaDecodeParams {
+  CUtensorMap cache_map;
+  const __nv_bfloat16* q_latent;  // [num_tokens, num_heads, 512]
+  const __nv_bfloat16* q_pe;      // [num_tokens, num_heads, 64]
+  __nv_bfloat16* out;             // [num_tokens, num_heads, 512]
+  float* lse;                     // [num_tokens, num_heads] or null, natural logarithm, -inf for an empty row
+  const int* block_tables;        // [batch, block_table_stride]
+  const int* kv_lens;             // [batch]: the sequence's length, its query tokens included
+  const int* q_starts;            // [batch + 1]: tokens [q_starts[s], q_starts[s + 1]) are sequence s's, its last ones
+  const int* plan;
+  float* partial_out;  // [split_capacity, tiles * rows of a tile, 512]
+  float* partial_lse;  // [split_capacity, tiles * rows of a tile], base-2 logarithm
+  int64_t q_latent_token_stride, q_latent_head_stride, q_pe_token_stride, q_pe_head_stride;
+  int64_t out_token_stride, out_head_stride, block_table_stride;
+  int batch, num_heads, max_q_len, num_parts, num_tiles, split_blocks, split_capacity;
+  int partial_tile_rows;  // mla_tile_rows of the kernel
+  float scale_log2;  // softmax scale * log2(e)
+};
+// The attention kernel of the choice, then the combination of split sequences.
+cudaError_t launch_mla_decode(MlaDecodeKernel kernel, const MlaDecodeParams& p, cudaStream_t stream);
+cudaError_t launch_mla_decode_narrow16(const MlaDecodeParams& p, cudaStream_t stream);
+cudaError_t launch_mla_decode_narrow32(const MlaDecodeParams& p, cudaStream_t stream);
+cudaError_t launch_mla_decode_wide(const MlaDecodeParams& p, cudaStream_t stream);
+
+constexpr int mla_tile_rows(MlaDecodeKernel kernel) {
+  return kernel == MlaDecodeKernel::kNarrow16 ? 16 : kernel == MlaDecodeKernel::kNarrow32 ? 32 : 64;
+}
+
+}  // namespace rorqual

@@ -1,0 +1,61 @@
+// tma.cuh: mbarriers and bulk tensor copies into shared memory.
+#pragma once
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace rorqual {
+
+__device__ __forceinline__ uint32_t smem_addr(const void* ptr) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(ptr));
+}
+
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_addr(barrier)), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers visible to the copy engine; a barrier among the threads must follow.
+__device__ __forceinline__ void mbarrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(smem_addr(barrier))
+               : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t num_bytes) {
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n}" ::"r"(
+                   smem_addr(barrier)),
+               "r"(num_bytes)
+               : "memory");
+}
+// Waits until the phase with this parity has completed. A fresh barrier counts as having completed parity 1.
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+  const uint32_t addr = smem_addr(barrier);
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "wait_loop:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra wait_done;\n"
+      "bra wait_loop;\n"
+      "wait_done:\n}" ::"r"(addr),
+      "r"(parity)
+      : "memory");
+}
+
+// Orders this thread's ordinary shared-memory writes before later reads by wgmma or the copy engine;
+// a barrier among the threads must follow.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ __forceinline__ void tma_prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+// Copies the map's box at (x, y, z), x fastest, to `dst`; completes `barrier` by the box's bytes.
+__device__ __forceinline__ void tma_load_3d(void* dst, const CUtensorMap* map, uint64_t* barrier, int x, int y,
+                                            int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(smem_addr(dst)),
+      "l"(map), "r"(smem_addr(barrier)), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+
+}  // namespace rorqual

@@ -1,0 +1,210 @@
+// mla_decode_plan.cu: cutting a decode step's attention into even parts, and combining split sequences.
+//
+// Plan. Lay the sequences end to end on a line, each `overhead` units for being started, then a unit a block (or,
+// with splits of a fixed size, a unit a split). Part i is the stretch [i, i + 1) * ceil(total / parts). Everything
+// a part or a sequence needs to know follows from prefix sums by division, so no loop is serial in the batch.
+// Tiling:  one CTA for the plan; once a step, not once a layer. Traffic: 12 B a sequence. Latency-bound.
+//
+// Combine. out = sum_k 2^(lse_k - lse) out_k over a sequence's splits k in ascending order, in float32; the same
+// bits however many CTAs computed them. A sequence of one split was written by the attention kernel itself.
+// Tiling:  one CTA a row, a thread four of its 512 values; small grids take four warpgroups a row, each a quarter of
+//          the splits. Traffic: 2,052 B read a split and row, 1,024 B written a row, mostly from L2.
+// Checked against rorqual/kernels/reference.py::mla_decode through tests/gpu.
+#include "rorqual/mla_decode.cuh"
+
+namespace rorqual {
+namespace {
+
+constexpr int kPlanThreads = 1024;
+
+// Inclusive prefix sum over the CTA; every thread brings one value.
+__device__ __forceinline__ int cta_inclusive_sum(int value, int* warp_sums) {
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+#pragma unroll
+  for (int offset = 1; offset < kWarpSize; offset *= 2) {
+    const int below = __shfl_up_sync(0xffffffffu, value, offset);
+    if (lane >= offset) value += below;
+  }
+  __syncthreads();  // the previous call's readers are done
+  if (lane == kWarpSize - 1) warp_sums[warp] = value;
+  __syncthreads();
+  if (warp == 0) {
+    int sum = warp_sums[lane];
+#pragma unroll
+    for (int offset = 1; offset < kWarpSize; offset *= 2) {
+      const int below = __shfl_up_sync(0xffffffffu, sum, offset);
+      if (lane >= offset) sum += below;
+    }
+    warp_sums[lane] = sum;
+  }
+  __syncthreads();
+  return value + (warp > 0 ? warp_sums[warp - 1] : 0);
+}
+
+__global__ void __launch_bounds__(kPlanThreads) mla_plan_kernel(const MlaPlanParams p) {
+  extern __shared__ int starts[];  // [batch + 1]: where a sequence starts on the line
+  __shared__ int warp_sums[kWarpSize];
+  const auto num_blocks_of = [&](int seq) {
+    return num_kv_blocks(p.kv_lens[seq], p.q_starts[seq + 1] - p.q_starts[seq]);
+  };
+  const auto units_of = [&](int num_blocks) {
+    return p.split_blocks > 0 ? (num_blocks + p.split_blocks - 1) / p.split_blocks : num_blocks;
+  };
+
+  int base = 0;
+  for (int first = 0; first < p.batch; first += kPlanThreads) {
+    const int seq = first + threadIdx.x;
+    const int units = seq < p.batch ? units_of(num_blocks_of(seq)) : 0;
+    const int cost = units > 0 ? units + p.overhead_blocks : 0;
+    const int end = base + cta_inclusive_sum(cost, warp_sums);
+    if (seq < p.batch) starts[seq] = end - cost;
+    __syncthreads();
+    base += warp_sums[kWarpSize - 1];
+  }
+  const int total = base;
+  if (threadIdx.x == 0) starts[p.batch] = total;
+  __syncthreads();
+  const int part_units = max(max((total + p.num_parts - 1) / p.num_parts, p.min_units), 1);
+
+  // The sequence that holds point x of the line, and the first block at or after it.
+  const auto locate = [&](int64_t x) {
+    if (x >= total) return make_int2(p.batch, 0);
+    int low = 0, high = p.batch;  // starts[low] <= x < starts[high]
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (starts[middle] <= x) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    const int unit = max(static_cast<int>(x) - starts[low] - p.overhead_blocks, 0);
+    return make_int2(low, p.split_blocks > 0 ? unit * p.split_blocks : unit);
+  };
+  for (int part = threadIdx.x; part < p.num_parts; part += kPlanThreads) {
+    const int2 begin = locate(int64_t{part} * part_units);
+    const int2 end = locate(int64_t{part + 1} * part_units);
+    reinterpret_cast<int4*>(p.plan + 4)[part] = make_int4(begin.x, begin.y, end.x, end.y);
+  }
+
+  int* first_parts = p.plan + plan_first_parts(p.num_parts);
+  int* split_starts = p.plan + plan_split_starts(p.num_parts, p.batch);
+  base = 0;
+  for (int first = 0; first < p.batch; first += kPlanThreads) {
+    const int seq = first + threadIdx.x;
+    const int units = seq < p.batch ? units_of(num_blocks_of(seq)) : 0;
+    int splits = units;
+    if (units > 0) {
+      const int first_part = (starts[seq] + p.overhead_blocks) / part_units;
+      first_parts[seq] = first_part;
+      if (p.split_blocks == 0) splits = (starts[seq] + p.overhead_blocks + units - 1) / part_units - first_part + 1;
+    } else if (seq < p.batch) {
+      first_parts[seq] = 0;
+    }
+    const int end = base + cta_inclusive_sum(splits, warp_sums);
+    if (seq < p.batch) split_starts[seq] = end - splits;
+    __syncthreads();
+    base += warp_sums[kWarpSize - 1];
+  }
+  if (threadIdx.x == 0) {
+    split_starts[p.batch] = base;
+    p.plan[0] = base;
+    p.plan[1] = base > p.split_capacity;
+    p.plan[2] = part_units;
+    p.plan[3] = 0;
+  }
+}
+
+constexpr int kValueThreads = Mla::kLatent / 4;
+
+// kGroups groups of 128 threads share the splits of a row.
+template <int kGroups>
+__global__ void __launch_bounds__(kValueThreads* kGroups) mla_combine_kernel(const MlaDecodeParams p) {
+  const int head = blockIdx.x, query = blockIdx.y, seq = blockIdx.z;
+  const int q_start = p.q_starts[seq];
+  if (query >= p.q_starts[seq + 1] - q_start) return;
+  const int* split_starts = p.plan + plan_split_starts(p.num_parts, p.batch);
+  const int first = split_starts[seq], num_splits = split_starts[seq + 1] - first;
+  if (num_splits == 1) return;
+
+  const int lane = threadIdx.x % kWarpSize, group = threadIdx.x / kValueThreads, value = threadIdx.x % kValueThreads;
+  const int64_t token = q_start + query;
+  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+  float lse = neg_inf();
+  if (first + num_splits > p.split_capacity) {  // too small a workspace must never look like a result
+    sum.x = sum.y = sum.z = sum.w = lse = __int_as_float(0x7fffffff);
+  } else if (num_splits > 0) {
+    const int64_t rows = int64_t{p.num_tiles} * p.partial_tile_rows;
+    const int64_t row = query * p.num_heads + head;
+    const float* lses = p.partial_lse + first * rows + row;
+    float max_lse = neg_inf();
+    for (int k = lane; k < num_splits; k += kWarpSize) max_lse = fmaxf(max_lse, lses[k * rows]);
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) max_lse = fmaxf(max_lse, __shfl_xor_sync(0xffffffffu, max_lse, mask));
+    if (max_lse != neg_inf()) {
+      float weight_sum = 0.f;
+      for (int k = lane; k < num_splits; k += kWarpSize) weight_sum += exp2f(lses[k * rows] - max_lse);
+      weight_sum = warp_sum(weight_sum);
+      lse = max_lse + log2f(weight_sum);
+      const float4* values = reinterpret_cast<const float4*>(p.partial_out + (first * rows + row) * Mla::kLatent) + value;
+      const int64_t split_stride = rows * Mla::kLatent / 4;
+      const int per_group = (num_splits + kGroups - 1) / kGroups;
+      const int begin = group * per_group, end = min(begin + per_group, num_splits);
+      for (int base = begin; base < end; base += kWarpSize) {
+        const float own_weight = base + lane < end ? exp2f(lses[(base + lane) * rows] - lse) : 0.f;
+        const int count = min(end - base, kWarpSize);
+#pragma unroll 8
+        for (int k = 0; k < count; ++k) {
+          const float weight = __shfl_sync(0xffffffffu, own_weight, k);
+          const float4 x = values[(base + k) * split_stride];
+          sum.x += weight * x.x;
+          sum.y += weight * x.y;
+          sum.z += weight * x.z;
+          sum.w += weight * x.w;
+        }
+      }
+    }
+  }
+  if constexpr (kGroups > 1) {
+    __shared__ float4 sums[kGroups - 1][kValueThreads];
+    if (group > 0) sums[group - 1][value] = sum;
+    __syncthreads();
+    if (group > 0) return;
+#pragma unroll
+    for (int g = 0; g < kGroups - 1; ++g) {
+      const float4 x = sums[g][value];
+      sum.x += x.x;
+      sum.y += x.y;
+      sum.z += x.z;
+      sum.w += x.w;
+    }
+  }
+  uint2 packed = make_uint2(pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w));
+  reinterpret_cast<uint2*>(p.out + token * p.out_token_stride + head * p.out_head_stride)[value] = packed;
+  if (p.lse != nullptr && value == 0) p.lse[token * p.num_heads + head] = lse * (1.f / kLog2E);
+}
+
+}  // namespace
+
+cudaError_t launch_mla_plan(const MlaPlanParams& p, cudaStream_t stream) {
+  mla_plan_kernel<<<1, kPlanThreads, (p.batch + 1) * sizeof(int), stream>>>(p);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_mla_decode(MlaDecodeKernel kernel, const MlaDecodeParams& p, cudaStream_t stream) {
+  cudaError_t error = kernel == MlaDecodeKernel::kNarrow16   ? launch_mla_decode_narrow16(p, stream)
+                      : kernel == MlaDecodeKernel::kNarrow32 ? launch_mla_decode_narrow32(p, stream)
+                                                             : launch_mla_decode_wide(p, stream);
+  if (error != cudaSuccess) return error;
+  const dim3 grid(p.num_heads, p.max_q_len, p.batch);
+  // The choice must not depend on the batch where equal bits are promised.
+  constexpr int kGroups = 4, kSmallGrid = 512;
+  if (p.split_blocks == 0 && p.num_heads * p.max_q_len * p.batch <= kSmallGrid) {
+    mla_combine_kernel<kGroups><<<grid, kValueThreads * kGroups, 0, stream>>>(p);
+  } else {
+    mla_combine_kernel<1><<<grid, kValueThreads, 0, stream>>>(p);
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace rorqual
