@@ -113,7 +113,12 @@ class Outbox:
         with self._lock:
             if not self._changed:
                 return None
-            step_id, batch_id, num_steps, step_time_s = self._step_id, self._batch_id, self._num_steps, self._step_time_s
+            step_id, batch_id, num_steps, step_time_s = (
+                self._step_id,
+                self._batch_id,
+                self._num_steps,
+                self._step_time_s,
+            )
             seq_ids, token_ids, finish = self._seq_ids, self._token_ids, self._finish
             computed, paused, logprobs, faults = self._computed, self._paused, self._logprobs, self._faults
             self._clear()

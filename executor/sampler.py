@@ -264,9 +264,7 @@ class Sampler:
             tokens[again], _ = self._choose_among(p[again], cutoff, numbers[again], chosen[again])
         return tokens
 
-    def _choose_among(
-        self, p: Float32s, cutoff: Float64s, numbers: Float64s, chosen: Int64s
-    ) -> tuple[Int64s, Bools]:
+    def _choose_among(self, p: Float32s, cutoff: Float64s, numbers: Float64s, chosen: Int64s) -> tuple[Int64s, Bools]:
         """Choose among tokens with p >= cutoff. Second value: whether the nucleus is known to lie among them."""
         num_rows = p.shape[0]
         each = np.arange(num_rows)

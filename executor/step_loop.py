@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from rorqual.v1 import common_pb2
 
 from .inventory import BlockInventory, InventoryEntry
 from .logprobs import token_logprobs
-from .model.batch import ForwardBatch, Form, Segment
+from .model.batch import Form, ForwardBatch, Segment
 from .orders import Admit, Copy, Drop, Extend, Ids, Label, OrderBatch, OrderError, Prefill
 from .reports import EndedSequence, Outbox, StepOutput, StepStats
 from .sampler import Adjustment, Sampler
@@ -32,6 +32,8 @@ from .sequences import DecodeSet, LogprobItem, SequenceTrace, StepBuffers
 from .sequences import Sequence as Seq
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 STOP = common_pb2.FINISH_REASON_STOP
 LENGTH = common_pb2.FINISH_REASON_LENGTH
@@ -142,9 +144,12 @@ class StepLoop:
 
     # Called from other threads.
 
-    def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
+    def start(self, prepare: Callable[[], T]) -> Future[T]:
+        """Run `prepare` on the loop's thread, then step. Resolves to what `prepare` returned."""
+        prepared: Future[T] = Future()
+        self._thread = threading.Thread(target=self._run, args=(prepare, prepared), name="step-loop", daemon=True)
         self._thread.start()
+        return prepared
 
     def stop(self, timeout_s: float = 30.0) -> None:
         """End after the present step."""
@@ -176,10 +181,15 @@ class StepLoop:
 
     # The loop's own thread.
 
-    def _run(self) -> None:
+    def _run(self, prepare: Callable[[], T], prepared: Future[T]) -> None:
+        if self._num_threads:
+            torch.set_num_threads(self._num_threads)
         try:
-            if self._num_threads:
-                torch.set_num_threads(self._num_threads)
+            prepared.set_result(prepare())
+        except BaseException as error:
+            prepared.set_exception(error)
+            return
+        try:
             while not self._stopping:
                 if self.run_once():
                     continue
@@ -483,7 +493,11 @@ class StepLoop:
         )
 
     def _finish_chunks(
-        self, chunks: Sequence[Chunk], logits: torch.Tensor, prompt_parts: Sequence[tuple[Chunk, int]], output: StepOutput
+        self,
+        chunks: Sequence[Chunk],
+        logits: torch.Tensor,
+        prompt_parts: Sequence[tuple[Chunk, int]],
+        output: StepOutput,
     ) -> None:
         """What the chunks' rows brought; sequences whose history ended join the decode set."""
         for chunk in chunks:

@@ -77,7 +77,7 @@ def test_random_numbers_are_a_function_of_seed_choice_and_position() -> None:
 
 
 SPEC = st.builds(
-    lambda **kwargs: SamplingSpec(**kwargs),
+    SamplingSpec,
     temperature=st.sampled_from([0.0, 0.1, 0.7, 1.0, 3.0]),
     top_p=st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.01]),
     top_k=st.sampled_from([0, 1, 5, 40, 300, 10**6]),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from executor.model.batch import BLOCK_SIZE, Form
 from executor.orders import OrderError, read_batch
 from rorqual.v1 import common_pb2, executor_pb2
-from tests.executor_fakes import VOCAB, Driven, FakeModel, admit, copy, drop, extend, label, prefill
+from tests.support.executor_fakes import VOCAB, Driven, FakeModel, admit, copy, drop, extend, label, prefill
 
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
 
@@ -392,7 +392,17 @@ def test_a_resume_continues_as_if_nothing_had_happened(sampling: dict[str, objec
     assert two.report()[2].token_ids == expected[num_held:]
     if len(held) > 64:  # the same from a cached prefix
         two.order(
-            admit(3, held, [4, 9], num_prompt=50, num_cached=64, max_total=110, choice_index=3, known=held[:64], **sampling),
+            admit(
+                3,
+                held,
+                [4, 9],
+                num_prompt=50,
+                num_cached=64,
+                max_total=110,
+                choice_index=3,
+                known=held[:64],
+                **sampling,
+            ),
             prefill(3, held, 64, len(held)),
         )
         two.run()
@@ -431,7 +441,9 @@ def test_tokens_do_not_depend_on_what_happens_around(data: st.DataObject) -> Non
         for _ in range(rng.randint(0, 3)):
             if chunks:
                 orders.append(chunks.pop(0))
-        admitted = [s for s in histories if not any(o.WhichOneof("order") == "admit" and o.admit.seq_id == s for o in chunks)]
+        admitted = [
+            s for s in histories if not any(o.WhichOneof("order") == "admit" and o.admit.seq_id == s for o in chunks)
+        ]
         for seq_id in admitted:
             needed = -(-(len(histories[seq_id]) + lengths[seq_id]) // BLOCK_SIZE)
             if len(tables[seq_id]) < needed and rng.random() < 0.5:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from executor.inventory import InventoryEntry
-from executor.model.batch import BLOCK_SIZE, ForwardBatch, Form
+from executor.model.batch import BLOCK_SIZE, Form, ForwardBatch
 from executor.orders import OrderBatch, read_batch
 from executor.step_loop import StepLimits, StepLoop
 from rorqual.core.token_ids import pack_token_ids, unpack_token_ids, unpack_uint64

@@ -1,0 +1,53 @@
+"""`python -m executor`: one executor process, until SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from rorqual.core.config import ExecutorConfig
+from rorqual.core.config_loader import EXIT_CONFIG, load_config
+from rorqual.core.errors import InternalError, RorqualError
+from rorqual.telemetry import setup_logging
+
+_log = logging.getLogger("executor")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 after a clean stop; 2 for what another start cannot change (configuration, checkpoint, a
+    scheduler that refuses); 1 for a bug."""
+    try:
+        config = load_config(ExecutorConfig, argv, prog="python -m executor")
+        setup_logging("executor", config.telemetry)
+        import uvloop
+
+        from .app import prepare  # torch: 1.5 s that a wrong flag need not wait for
+
+        uvloop.run(_serve(config, prepare(config)))
+    except InternalError as error:
+        _log.critical("%s", error)
+        return 1
+    except RorqualError as error:
+        print(f"executor: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_CONFIG
+    except KeyboardInterrupt:
+        return 130  # while loading: nothing was served yet
+    return 0
+
+
+async def _serve(config: ExecutorConfig, prepared: object) -> None:
+    from .app import Prepared, serve
+
+    assert isinstance(prepared, Prepared)
+    stop = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    await serve(config, prepared, stop, os.environ.get("RORQUAL_READY_FILE", ""))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,294 @@
+"""One executor process: loads, sizes, warms up, connects, and ends cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import platform
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rorqual.core.blocks import BLOCK_SIZE
+from rorqual.core.config import ExecutorConfig
+from rorqual.core.errors import ConfigError, InternalError
+from rorqual.telemetry import Telemetry
+from rorqual.v1 import common_pb2, executor_pb2
+
+from .dummy_weights import dummy_checkpoint
+from .kv_cache import LatentCache
+from .link import PROTOCOL_VERSION, SchedulerLink
+from .memory import CachePlan, Ledger, plan_cpu_cache, resident_bytes, total_bytes
+from .model.batch import Form, build_batch
+from .model.config import ModelConfig, load_config
+from .model.deepseek import DeepseekModel
+from .observe import StepObserver
+from .step_loop import StepLimits, StepLoop
+from .weights import load_model, model_fingerprint, resolve_dtype
+
+_log = logging.getLogger("executor")
+
+SHIPPED_MODEL = Path(__file__).resolve().parent.parent / "models" / "tiny"
+SWITCH_INTERVAL_S = 50e-6
+"""How long another thread may keep the interpreter from the step loop. (At the default of 5 ms a busy thread costs
+the loop 5.2 ms each time it wants the interpreter back; at 50 us 0.2 ms.)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A model with its memory, ready to be stepped."""
+
+    model: DeepseekModel
+    cache: LatentCache
+    plan: CachePlan
+    fingerprint: bytes
+    weights_bytes: int
+
+
+def prepare(config: ExecutorConfig) -> Prepared:
+    """Load and size. Raises CheckpointError and ConfigError before anything is served."""
+    if config.device == "cuda":
+        raise ConfigError("--device cuda is not served by this version; use --device cpu", field="device")
+    path = Path(config.model) if config.model else SHIPPED_MODEL
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    model_config = load_config(path)
+    is_len_fixed = config.max_model_len > 0
+    max_model_len = config.max_model_len or model_config.max_position_embeddings
+    if max_model_len > model_config.max_position_embeddings:
+        raise ConfigError(
+            f"--max-model-len {max_model_len} is longer than the model's positions go "
+            f"(max_position_embeddings {model_config.max_position_embeddings} in {path / 'config.json'})",
+            field="max_model_len",
+        )
+    dtype = resolve_dtype(config.dtype, "cpu")
+    plan = plan_cpu_cache(
+        block_bytes=LatentCache.block_bytes(model_config, dtype),
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        is_len_fixed=is_len_fixed,
+        kv_cache_bytes=config.kv_cache_bytes,
+    )
+    if plan.max_model_len < max_model_len:
+        _log.warning(
+            "the KV cache holds %d tokens: histories end there, short of the model's %d (--kv-cache-bytes for more)",
+            plan.max_model_len,
+            max_model_len,
+        )
+    before, started_s = resident_bytes(), time.monotonic()
+    with dummy_checkpoint(path, config.seed) if config.load_format == "dummy" else nullcontext(path) as folder:
+        with _progress_bar() as progress:
+            model = load_model(folder, dtype=dtype, deterministic=config.deterministic, progress=progress)
+        fingerprint = model_fingerprint(
+            folder, model.config, dtype=dtype, kv_dtype=dtype, deterministic=config.deterministic
+        )
+    gc.collect()
+    weights_bytes = max(resident_bytes() - before, 0)
+    cache = LatentCache(model.config, plan.num_blocks, dtype=dtype)
+    gc.freeze()  # nothing of the model will ever be garbage: collections need not look at it
+    _log.info(
+        "loaded %s from %s in %.1f s: %s, fingerprint %s",
+        model.config.model_type,
+        path if config.load_format == "safetensors" else f"random numbers in the shape of {path}",
+        time.monotonic() - started_s,
+        str(dtype).removeprefix("torch."),
+        fingerprint.hex()[:12],
+    )
+    return Prepared(
+        model=model,
+        cache=cache,
+        plan=plan,
+        fingerprint=fingerprint,
+        weights_bytes=weights_bytes,
+    )
+
+
+def warm_up(model: DeepseekModel, cache: LatentCache) -> int:
+    """One prefill and two decode steps on blocks that nobody holds yet; returns bytes of workspace this left behind.
+
+    Runs on the loop's thread, whose pool of compute threads it also starts.
+    """
+    before = resident_bytes()
+    table = torch.arange(min(2, cache.num_blocks), dtype=torch.int32)
+    length = min(BLOCK_SIZE, cache.num_blocks * BLOCK_SIZE - 1)
+    tokens = [i % model.config.vocab_size for i in range(length)]
+    one = ([1], length, table, Form.DECODE) if table.shape[0] > 1 else ([1], length - 1, table, Form.DECODE)
+    for batch in (
+        build_batch([(tokens, 0, table, Form.PREFILL)]),
+        build_batch([one]),
+        build_batch([one, ([2], 3, table, Form.DECODE)]),
+    ):
+        model.forward(batch, cache)
+    return max(resident_bytes() - before, 0)
+
+
+async def serve(config: ExecutorConfig, prepared: Prepared, stop: asyncio.Event, ready_file: str = "") -> None:
+    """Connect and step until `stop` is set. Raises LinkRefusedError, and InternalError if the step loop ended."""
+    executor_id = uuid.uuid4().hex
+    model_name = config.served_model_name or (Path(config.model) if config.model else SHIPPED_MODEL).resolve().name
+    telemetry = Telemetry("executor", config.telemetry, instance=executor_id)
+    observer = StepObserver(telemetry, model_name)
+    model, cache = prepared.model, prepared.cache
+    limits = StepLimits(
+        vocab_size=model.config.vocab_size,
+        max_model_len=prepared.plan.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        deterministic=config.deterministic,
+    )
+    loop = StepLoop(model, cache, limits, num_threads=config.num_threads, traced=telemetry.enabled)
+    event_loop = asyncio.get_running_loop()
+    crashed: asyncio.Future[BaseException] = event_loop.create_future()
+    loop.on_crash = lambda error: _set_from_thread(event_loop, crashed, error)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    tasks: list[asyncio.Future[Any]] = []
+    try:
+        workspace_bytes = await asyncio.wrap_future(loop.start(lambda: warm_up(model, cache)))
+        ledger = Ledger(
+            weights=prepared.weights_bytes,
+            workspace=workspace_bytes,
+            kv_cache=cache.bytes_per_block * cache.num_blocks,
+        )
+        for line in ledger.lines():
+            _log.info("memory: %s", line)
+        hello = make_hello(
+            config,
+            model.config,
+            executor_id=executor_id,
+            model_name=model_name,
+            fingerprint=prepared.fingerprint,
+            plan=prepared.plan,
+            block_bytes=cache.bytes_per_block,
+            ledger=ledger,
+        )
+
+        def connected() -> None:
+            observer.connected()
+            if ready_file:
+                write_ready(Path(ready_file), executor_id)
+
+        link = SchedulerLink(
+            config.scheduler,
+            hello,
+            loop,
+            peer_timeout_s=config.peer_timeout_s,
+            on_connected=connected,
+            on_report=lambda: observer.observe(loop.stats, loop.ended),
+        )
+        running = asyncio.ensure_future(link.run())
+        stopping = asyncio.ensure_future(stop.wait())
+        tasks = [running, stopping]
+        await asyncio.wait([*tasks, crashed], return_when=asyncio.FIRST_COMPLETED)
+        if crashed.done():
+            raise InternalError(f"the step loop ended: {crashed.result()!r}") from crashed.result()
+        if running.done():
+            running.result()
+        _log.info("stopping")
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(loop.stop)
+        observer.observe(loop.stats, loop.ended)
+        await asyncio.to_thread(telemetry.shutdown)
+
+
+def make_hello(
+    config: ExecutorConfig,
+    model: ModelConfig,
+    *,
+    executor_id: str,
+    model_name: str,
+    fingerprint: bytes,
+    plan: CachePlan,
+    block_bytes: int,
+    ledger: Ledger,
+) -> executor_pb2.Hello:
+    """What this executor is; the inventory is added at each connect."""
+    return executor_pb2.Hello(
+        protocol_version=PROTOCOL_VERSION,
+        executor_id=executor_id,
+        device=executor_pb2.DeviceInfo(
+            kind="cpu", name=platform.processor() or platform.machine(), memory_bytes=total_bytes()
+        ),
+        cache_groups=[
+            executor_pb2.CacheGroup(
+                name="mla",
+                block_size=BLOCK_SIZE,
+                block_bytes=block_bytes,
+                num_blocks=plan.num_blocks,
+                prefix_multiple=BLOCK_SIZE,
+            )
+        ],
+        model=common_pb2.ModelInfo(
+            name=model_name,
+            max_model_len=plan.max_model_len,
+            vocab_size=model.vocab_size,
+            fingerprint=fingerprint,
+            deterministic=config.deterministic,
+        ),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_draft_tokens=0,
+        rank=0,
+        group_size=1,
+        memory=executor_pb2.MemoryLedger(
+            weights_bytes=ledger.weights, workspace_bytes=ledger.workspace, kv_cache_bytes=ledger.kv_cache
+        ),
+    )
+
+
+def write_ready(path: Path, executor_id: str) -> None:
+    """`path` appears with its whole content, or not at all."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    partial.write_text(f"{executor_id}\n", encoding="ascii")
+    partial.replace(path)
+
+
+def _set_from_thread(
+    event_loop: asyncio.AbstractEventLoop, future: asyncio.Future[BaseException], error: BaseException
+) -> None:
+    def tell() -> None:
+        if not future.done():
+            future.set_result(error)
+
+    event_loop.call_soon_threadsafe(tell)
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Callable[[int, int], None]]:
+    """On a terminal a bar; elsewhere a line for each tenth."""
+    if not sys.stderr.isatty():
+        yield _log_tenths()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("weights", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _log_tenths() -> Callable[[int, int], None]:
+    """A progress callback that logs; loads under 3 s stay silent."""
+    started_s = time.monotonic()
+    logged = 0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal logged
+        tenth = 10 * done // max(total, 1)
+        if tenth > logged and time.monotonic() - started_s > 3.0:
+            logged = tenth
+            _log.info("loading weights: %d %% of %.1f GiB", 10 * tenth, total / 2**30)
+
+    return progress
