@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
@@ -10,6 +11,7 @@ def main(argv: list[str] | None = None) -> int:
     if sys.version_info < (3, 11):  # noqa: UP036  (an old interpreter that runs from the source tree)
         sys.stderr.write(f"rorqual: error: needs Python 3.11 or 3.12, this is {sys.version.split()[0]}\n")
         return 2
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # its notes about connections are not for a terminal
     from .app import run
 
     return run(sys.argv[1:] if argv is None else argv)

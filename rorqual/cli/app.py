@@ -240,8 +240,8 @@ def _show_sample(stack: Stack, out: Console, api_key: str) -> None:
 
 
 def _serve(name: str, argv: Sequence[str]) -> None:
+    resolve_config(PROCESSES[name], argv, os.environ, prog=f"rorqual serve {name}")  # refuses, or shows the help
     root = checkout_root()
-    resolve_config(PROCESSES[name], argv, os.environ, prog=f"rorqual serve {name}")
     command = module_command(MODULES[name], argv)
     sys.stdout.flush()
     os.execve(command[0], command, module_environ(root, os.environ))

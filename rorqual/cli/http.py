@@ -20,7 +20,7 @@ def _body(params: SamplingParams) -> dict[str, Any]:
     body = {
         name: getattr(params, name)
         for name in ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "ignore_eos")
-        if getattr(params, name) not in (None, False)
+        if getattr(params, name) is not None and getattr(params, name) is not False
     }
     return {**body, **({"stop": list(params.stop)} if params.stop else {}), "stream": True}
 

@@ -48,6 +48,7 @@ class StackPlan:
 
     processes: tuple[ProcessSpec, ...]
     text_address: str  # "host:port" of the tokenizer's TextService
+    scheduler_address: str  # "host:port" of the scheduler's GenerationService
     http_host: str  # "" without a gateway
     api_key: str = field(repr=False)  # one that the gateway takes; "" where it asks for none
     root: Path
@@ -78,7 +79,12 @@ def module_command(module: str, argv: Sequence[str]) -> list[str]:
 def module_environ(root: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` with the checkout first on the module path."""
     path = [str(root), *(part for part in environ.get("PYTHONPATH", "").split(os.pathsep) if part)]
-    return {**environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "PYTHONUNBUFFERED": "1"}
+    return {
+        "GRPC_VERBOSITY": "ERROR",  # a peer that goes away is no news for a log
+        **environ,
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 def stack_settings(names: Sequence[str] = WHOLE) -> dict[str, tuple[str, Setting]]:
@@ -217,4 +223,13 @@ def make_plan(
         for held in reserved:
             held.close()
         raise
-    return StackPlan(processes, text_address, http_host, api_key, root, module_environ(root, environ), tuple(reserved))
+    return StackPlan(
+        processes,
+        text_address,
+        scheduler_address,
+        http_host,
+        api_key,
+        root,
+        module_environ(root, environ),
+        tuple(reserved),
+    )

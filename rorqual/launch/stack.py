@@ -123,6 +123,11 @@ class Stack:
         return self._plan.text_address
 
     @property
+    def scheduler_address(self) -> str:
+        """ "host:port" of the GenerationService."""
+        return self._plan.scheduler_address
+
+    @property
     def url(self) -> str:
         """Where HTTP is served; "" without a gateway."""
         if not self._plan.http_host:
@@ -279,7 +284,7 @@ class Stack:
         lines = child.tail()
         if code == EXIT_CONFIG and lines:
             # It was started wrongly and has said so, in its last line.
-            return StackError(lines[-1].removeprefix(f"{child.spec.name}: error: "), exit_code=EXIT_CONFIG)
+            return StackError(_own_words(child.spec, lines[-1]), exit_code=EXIT_CONFIG)
         quoted = "".join(f"\n  {line}" for line in lines) or "\n  (it logged nothing)"
         return StackError(f"{what}; its last lines:{quoted}\nthe whole log is {child.log_path}")
 
@@ -311,3 +316,10 @@ class Stack:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def _own_words(spec: ProcessSpec, line: str) -> str:
+    """The message of a process's last line, without its name before it."""
+    for prefix in (f"python -m {spec.module}: ", f"{spec.module}: ", f"{spec.name}: "):
+        line = line.removeprefix(prefix)
+    return line.removeprefix("error: ")

@@ -63,6 +63,7 @@ def make_plan(tmp_path: Path) -> MakePlan:
                 ProcessSpec("gateway", "stand_in", ("gateway", gateway), "RORQUAL_PORT_FILE"),
             ),
             text_address="",
+            scheduler_address="",
             http_host="127.0.0.1",
             api_key="",
             root=tmp_path,
@@ -174,7 +175,7 @@ from rorqual.launch.plan import module_environ
 root = Path({str(tmp_path)!r})
 plan = StackPlan((ProcessSpec("worker", "stand_in", ("worker", "stubborn"), "RORQUAL_READY_FILE"),
                   ProcessSpec("gateway", "stand_in", ("gateway", "lives"), "RORQUAL_PORT_FILE")),
-                 "", "127.0.0.1", "", root, module_environ(root, os.environ))
+                 "", "", "127.0.0.1", "", root, module_environ(root, os.environ))
 stack = Stack(plan, log_dir=root / "logs")
 starter = threading.Thread(target=stack.start)  # a thread that ends must not take the processes with it
 starter.start(); starter.join()
