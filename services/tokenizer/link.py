@@ -83,6 +83,7 @@ class SchedulerLink:
         self._last_heard_s = clock.monotonic_s()
         self._down_since_s: float | None = clock.monotonic_s()
         self._task: asyncio.Task[None] | None = None
+        self._stopping = False
 
     @property
     def num_streams(self) -> int:
@@ -93,6 +94,7 @@ class SchedulerLink:
 
     async def stop(self) -> None:
         """End the stream; the scheduler cancels what is still open on it."""
+        self._stopping = True
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -157,7 +159,7 @@ class SchedulerLink:
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     def _lost(self) -> None:
-        if self._connected:
+        if self._connected and not self._stopping:
             _log.warning("lost the scheduler, with %d histories open", len(self._by_id))
         self._connected = False
         self._commands.clear()

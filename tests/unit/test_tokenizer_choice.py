@@ -1,0 +1,146 @@
+"""One choice: what is given after tokens t1…tk depends on t1…tk alone, and a resume continues it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.tokenizer.choice import ChoiceMachine, ChoiceRules, End
+from services.tokenizer.decoder import decode_all
+from services.tokenizer.formats.reasoning import Start
+from services.tokenizer.stop_strings import compile_stop_strings
+from tests.support.vocabularies import v4
+
+EOS = 1
+
+
+def rules(
+    *,
+    stops: Sequence[str] = (),
+    include: bool = False,
+    max_tokens: int | None = None,
+    min_tokens: int = 0,
+    start: Start | None = None,
+) -> ChoiceRules:
+    return ChoiceRules(
+        table=v4().plain_text if start is None else v4().chat_text,
+        stop_token_ids=frozenset({EOS}),
+        stop_strings=compile_stop_strings(stops, include_in_output=include) if stops else None,
+        min_tokens=min_tokens,
+        max_tokens=max_tokens,
+        start=start,
+        tags_are_tokens=True,
+    )
+
+
+def run(machine: ChoiceMachine, chunks: Sequence[Sequence[int]]) -> tuple[str, str, int, End | None]:
+    reasoning = content = ""
+    consumed = 0
+    for chunk in chunks:
+        output = machine.push(chunk)
+        assert output.num_tokens <= len(chunk)
+        assert output.num_reasoning_tokens <= output.num_tokens
+        reasoning += output.reasoning
+        content += output.content
+        consumed += output.num_tokens
+        if machine.end is not None:
+            break
+    return reasoning, content, consumed, machine.end
+
+
+def test_a_stop_token_is_counted_and_not_shown() -> None:
+    machine = ChoiceMachine(rules())
+    assert run(machine, [[*v4().encode("Hello"), EOS, 5, 6]]) == ("", "Hello", 2, End(stop_token_id=EOS))
+    assert machine.push([7]).num_tokens == 0
+
+
+def test_the_budget_releases_what_was_held() -> None:
+    machine = ChoiceMachine(rules(stops=["Hello world"], max_tokens=1))
+    assert run(machine, [v4().encode("Hello world")]) == ("", "Hello", 1, End())
+    machine = ChoiceMachine(rules(max_tokens=3))
+    assert run(machine, [[175, 257, 109, 118]]) == ("", "\ufffd", 3, End())
+
+
+def test_without_a_budget_whoever_ends_it_flushes() -> None:
+    machine = ChoiceMachine(rules(stops=["Hello world"]))
+    assert run(machine, [v4().encode("Hello")])[1] == ""
+    assert machine.flush() == ("", "Hello")
+
+
+def test_no_tokens_asked_for() -> None:
+    machine = ChoiceMachine(rules(max_tokens=0))
+    assert machine.end == End()
+    assert machine.push([5]).num_tokens == 0
+
+
+def test_stop_strings_begin_after_min_tokens() -> None:
+    ids = v4().encode("no no no no")
+    assert run(ChoiceMachine(rules(stops=["no"])), [ids])[1:3] == ("", 1)
+    assert run(ChoiceMachine(rules(stops=["no"], min_tokens=2)), [ids])[1:3] == ("no no ", 3)
+
+
+def test_reasoning_and_content_in_one_chunk() -> None:
+    ids = v4().encode("<think>\nAdd them.\n</think>\n\n4")
+    machine = ChoiceMachine(rules(start=Start.UNDECIDED))
+    output = machine.push([*ids, EOS])
+    assert (output.reasoning, output.content) == ("Add them.", "4")
+    assert machine.num_reasoning_tokens == len(v4().encode("\nAdd them.\n"))
+    assert 0 < output.num_reasoning_tokens < len(ids)
+
+
+def test_conversation_marks_do_not_reach_the_content() -> None:
+    ids = v4().encode("4<｜User｜>more<｜Assistant｜><｜tool▁calls▁begin｜>x")
+    assert run(ChoiceMachine(rules(start=Start.CONTENT)), [ids])[1] == "4more<｜tool▁calls▁begin｜>x"
+
+
+TOKENS = st.lists(
+    st.one_of(
+        st.sampled_from([28927, 225, 175, 257, 109, 118, 415, 14868, 128821, 128822, 128803, 2, EOS, 128825]),
+        st.sampled_from(v4().encode("abc <think> own fox jumps\n\n</think> the end of it all.")),
+        st.integers(0, v4().size - 1),
+    ),
+    min_size=1,
+    max_size=30,
+)
+RULES = st.builds(
+    rules,
+    stops=st.lists(st.sampled_from(["own fox", "fox j", " ", "\n", "e", "😀", "</think>", "the end"]), max_size=3),
+    include=st.booleans(),
+    max_tokens=st.one_of(st.none(), st.integers(1, 30)),
+    min_tokens=st.integers(0, 4),
+    start=st.one_of(st.none(), st.sampled_from(list(Start))),
+)
+
+
+@given(TOKENS, RULES, st.data())
+@settings(max_examples=200, deadline=None)
+def test_any_chunking_and_any_resume_give_the_same(token_ids: list[int], rules: ChoiceRules, data: st.DataObject) -> None:
+    one_by_one = [[token_id] for token_id in token_ids]
+    reference = run(ChoiceMachine(rules), one_by_one)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(token_ids)), max_size=6)))
+    chunks = [token_ids[a:b] for a, b in zip([0, *cuts], [*cuts, len(token_ids)], strict=True)]
+    chunked = ChoiceMachine(rules)
+    assert run(chunked, chunks) == reference
+    # A resume: the first k tokens silently, then the rest.
+    k = data.draw(st.integers(0, reference[2]))
+    before = run(ChoiceMachine(rules), one_by_one[:k]) if k else ("", "", 0, None)
+    resumed = ChoiceMachine(rules)
+    resumed.push(token_ids[:k])
+    after = run(resumed, one_by_one[k:])
+    assert (before[0] + after[0], before[1] + after[1], before[2] + after[2]) == reference[:3]
+    assert resumed.end == reference[3]
+    assert resumed.num_reasoning_tokens == chunked.num_reasoning_tokens
+    assert resumed.flush() == chunked.flush() if reference[3] is None else True
+
+
+@given(TOKENS)
+@settings(max_examples=200, deadline=None)
+def test_plain_text_equals_one_shot_decoding(token_ids: list[int]) -> None:
+    machine = ChoiceMachine(rules())
+    _, content, consumed, end = run(machine, [[token_id] for token_id in token_ids])
+    if end is None:
+        content += machine.flush()[1]
+    shown = token_ids[:consumed]
+    assert content == decode_all(v4().plain_text, [t for t in shown if t != EOS])
