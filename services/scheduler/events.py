@@ -115,8 +115,6 @@ class ExecutorLost:
     link_id: int
 
 
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reported:
     """What one or several steps of an executor brought, as columns."""

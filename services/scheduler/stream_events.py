@@ -31,7 +31,7 @@ class StreamTokens(NamedTuple):
     """Generated tokens, in order. Empty only where prompt log-probabilities are carried alone."""
 
     stream_id: int
-    token_ids: bytes  # little-endian uint32
+    token_ids: bytes | bytearray  # little-endian uint32
     logprobs: list[Any] | None = None  # rorqual.v1.TokenLogprobs, passed through
     prompt_logprobs: list[Any] | None = None
 

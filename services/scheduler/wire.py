@@ -26,8 +26,13 @@ _FINISH_REASONS = frozenset((0, 1, 2, 4, 5))
 # -- requests -----------------------------------------------------------------------------------------
 
 
-def request_from_proto(proto: generation_pb2.GenerateRequest, *, now_s: float, trace: object) -> Request:
-    """A request whose seed is set, checked as far as no model is needed. InvalidRequestError names the field."""
+def request_from_proto(
+    proto: generation_pb2.GenerateRequest, *, now_s: float, trace: object = None, seed: int = 0
+) -> Request:
+    """A request, checked as far as no model is needed. InvalidRequestError names the field.
+
+    `seed` is taken where the caller named none.
+    """
     num_bytes = len(proto.token_ids)
     if num_bytes == 0:
         raise InvalidRequestError(
@@ -50,8 +55,11 @@ def request_from_proto(proto: generation_pb2.GenerateRequest, *, now_s: float, t
             f"choice_index must be below num_choices ({num_choices}), got {proto.choice_index}", field="choice_index"
         )
     max_tokens = proto.max_tokens if proto.HasField("max_tokens") else None
-    sampling = proto.sampling
-    check_sampling(sampling, max_tokens)
+    check_sampling(proto.sampling, max_tokens)
+    sampling = common_pb2.SamplingParams()
+    sampling.CopyFrom(proto.sampling)  # a reference would keep the whole frame alive
+    if not sampling.HasField("seed"):
+        sampling.seed = seed
     is_resume = proto.HasField("resume") or proto.num_prompt_tokens < num_tokens
     return Request(
         request_id=proto.request_id,
@@ -130,7 +138,7 @@ def fill_started(out: generation_pb2.Started, event: StreamStarted) -> None:
 
 
 def fill_delta(out: generation_pb2.TokenDelta, event: StreamTokens) -> None:
-    out.token_ids = event.token_ids
+    out.token_ids = bytes(event.token_ids)  # merged deltas are a bytearray
     if event.logprobs:
         out.logprobs.extend(event.logprobs)
     if event.prompt_logprobs:
@@ -166,7 +174,7 @@ def add_event(frame: generation_pb2.GenerationServiceSessionResponse, stream_id:
     """Append an event to a session's frame, under the session's own stream id."""
     if isinstance(event, StreamTokens):
         if event.logprobs is None and event.prompt_logprobs is None:
-            frame.events.add(stream_id=stream_id).delta.token_ids = event.token_ids
+            frame.events.add(stream_id=stream_id).delta.token_ids = bytes(event.token_ids)
         else:
             fill_delta(frame.events.add(stream_id=stream_id).delta, event)
     elif isinstance(event, StreamStarted):
@@ -287,10 +295,10 @@ def _column(typecode: str, data: bytes) -> array[int]:
     return column
 
 
-def batch_to_proto(batch_id: int, orders: Iterable[Order]) -> executor_pb2.OrderBatch:
+def fill_batch(out: executor_pb2.OrderBatch, batch_id: int, orders: Iterable[Order]) -> None:
     """Orders as one batch."""
-    batch = executor_pb2.OrderBatch(batch_id=batch_id)
-    add = batch.orders.add
+    out.batch_id = batch_id
+    add = out.orders.add
     for order in orders:
         if isinstance(order, Extend):
             extend = add().extend
@@ -309,7 +317,6 @@ def batch_to_proto(batch_id: int, orders: Iterable[Order]) -> executor_pb2.Order
             add().drop.seq_id = order.seq_id
         else:
             _fill_admit(add().admit, order)
-    return batch
 
 
 def _fill_admit(out: executor_pb2.Admit, order: Admit) -> None:

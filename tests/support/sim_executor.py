@@ -479,7 +479,7 @@ class SimExecutorLink:
         self._heartbeat_s = heartbeat_s
         self._address = address
         self._task: asyncio.Task[None] | None = None
-        self._call: grpc.aio.StreamStreamCall | None = None
+        self._call: grpc.aio.StreamStreamCall[executor_pb2.ConnectRequest, executor_pb2.ConnectResponse] | None = None
 
     async def start(self) -> None:
         """Dial, and return when the scheduler has welcomed this executor."""
@@ -571,7 +571,11 @@ class SimExecutorLink:
                 if not batches:
                     await wake.wait()
 
-    async def _send(self, call: grpc.aio.StreamStreamCall, wake: asyncio.Event) -> None:
+    async def _send(
+        self,
+        call: grpc.aio.StreamStreamCall[executor_pb2.ConnectRequest, executor_pb2.ConnectResponse],
+        wake: asyncio.Event,
+    ) -> None:
         """Reports when the wire is free, heartbeats when there are none."""
         await asyncio.sleep(0)
         while True:
@@ -590,7 +594,9 @@ class SimExecutorLink:
                 await call.write(executor_pb2.ConnectRequest(report=report))
 
 
-async def _status_of(call: grpc.aio.StreamStreamCall) -> grpc.aio.AioRpcError:
+async def _status_of(
+    call: grpc.aio.StreamStreamCall[executor_pb2.ConnectRequest, executor_pb2.ConnectResponse],
+) -> grpc.aio.AioRpcError:
     return grpc.aio.AioRpcError(
         await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
     )

@@ -25,12 +25,13 @@ from services.scheduler.core import CoreConfig, SchedulerCore
 from services.scheduler.events import Cancel, Event, ExecutorConnected, ExecutorLost, FinishEarly, Open, Tick
 from services.scheduler.stream_events import (
     FinishReason,
+    StreamEvent,
     StreamFailed,
     StreamFinished,
     StreamStarted,
     StreamTokens,
 )
-from services.scheduler.wire import batch_to_proto, reported_from_proto, request_from_proto, spec_from_hello
+from services.scheduler.wire import fill_batch, reported_from_proto, request_from_proto, spec_from_hello
 
 from .sim_executor import SimConfig, SimExecutor, expected_tokens
 
@@ -93,7 +94,7 @@ class World:
 
     def open(self, proto: generation_pb2.GenerateRequest) -> Client:
         self._num_ids += 1
-        request = request_from_proto(proto, now_s=self.now_s, trace=None)
+        request = request_from_proto(proto, now_s=self.now_s)
         client = Client(self._num_ids, proto, request.deadline_s)
         self.clients[client.stream_id] = self.live[client.stream_id] = client
         self.handle(Open(client.stream_id, request, proto.token_ids))
@@ -183,7 +184,9 @@ class World:
         """The wire is free: the core's next batch leaves."""
         taken = self.core.take_batch(link.link_id)
         if taken is not None:
-            link.down.append(batch_to_proto(*taken))
+            batch = executor_pb2.OrderBatch()
+            fill_batch(batch, *taken)
+            link.down.append(batch)
         return taken is not None
 
     def apply(self, link: Link) -> bool:
@@ -255,7 +258,7 @@ class World:
             )
         return self._expected[key]
 
-    def _take(self, events: list[object]) -> None:
+    def _take(self, events: list[StreamEvent]) -> None:
         for event in events:
             if isinstance(event, StreamTokens):
                 self._on_tokens(self.live[event.stream_id], event)
@@ -273,7 +276,7 @@ class World:
 
     def _on_tokens(self, client: Client, event: StreamTokens) -> None:
         assert client.started
-        new = list(unpack_token_ids(event.token_ids))
+        new = list(unpack_token_ids(bytes(event.token_ids)))
         proto = client.proto
         if event.prompt_logprobs:
             assert not client.tokens, "prompt log-probabilities come first"
@@ -296,7 +299,9 @@ class World:
         tokens, reason = self.expected(client)
         if not client.proto.HasField("max_tokens") and event.reason == FinishReason.LENGTH:
             return  # what fits in memory; that the tokens are right was checked as they came
-        assert client.tokens == tokens, f"stream {client.stream_id} ended with {len(client.tokens)} of {len(tokens)} tokens"
+        assert client.tokens == tokens, (
+            f"stream {client.stream_id} ended with {len(client.tokens)} of {len(tokens)} tokens"
+        )
         assert event.reason == reason
         held = len(client.proto.token_ids) // 4 - client.proto.num_prompt_tokens
         assert event.num_generated_tokens == held + len(tokens)
@@ -376,7 +381,9 @@ def random_action(world: World, spare: list[SimExecutor]) -> None:
 def random_run(rng: random.Random, num_actions: int) -> World:
     """A world of one or two small executors, disturbed `num_actions` times and then left to finish."""
     config = CoreConfig(
-        max_queue_len=rng.choice((5, 1000)), enable_prefix_caching=rng.random() < 0.9, max_num_seqs=rng.choice((0, 0, 3))
+        max_queue_len=rng.choice((5, 1000)),
+        enable_prefix_caching=rng.random() < 0.9,
+        max_num_seqs=rng.choice((0, 0, 3)),
     )
     world = World(rng, config)
     sim_config = random_config(rng)

@@ -1,0 +1,83 @@
+"""What waits for one caller's wire: stream events that merge while it is busy."""
+
+from __future__ import annotations
+
+import asyncio
+
+from .stream_events import StreamEvent, StreamTokens
+
+_MOST_EVENTS = 4096
+"""In one frame; the rest goes into the next."""
+
+
+class Outbox:
+    """Events of one session (or call), in order, taken when the wire is free.
+
+    A slow caller gets fewer, larger deltas: what waits is at most one delta a stream, beside its start and end, and
+    nobody else waits for it.
+    """
+
+    __slots__ = ("_closed", "_error", "_events", "_heartbeat_due", "_last", "_ready")
+
+    def __init__(self) -> None:
+        self._events: list[tuple[int, StreamEvent]] = []
+        self._last: dict[int, int] = {}  # stream id -> index of its last delta, which a further one may join
+        self._ready = asyncio.Event()
+        self._heartbeat_due = False
+        self._closed = False
+        self._error: BaseException | None = None
+
+    def push(self, stream_id: int, event: StreamEvent) -> None:
+        """Append an event of the caller's stream `stream_id`."""
+        if isinstance(event, StreamTokens):
+            at = self._last.get(stream_id)
+            if at is not None:
+                earlier = self._events[at][1]
+                assert isinstance(earlier, StreamTokens)
+                self._events[at] = stream_id, _merged(earlier, event)
+                return
+            self._last[stream_id] = len(self._events)
+        self._events.append((stream_id, event))
+        self._ready.set()
+
+    def beat(self) -> None:
+        """A heartbeat goes out, alone if nothing else does."""
+        self._heartbeat_due = True
+        self._ready.set()
+
+    def close(self) -> None:
+        """After what waits, the end."""
+        self._closed = True
+        self._ready.set()
+
+    def fail(self, error: BaseException) -> None:
+        """`take` raises `error`, now."""
+        if self._error is None:
+            self._error = error
+        self._ready.set()
+
+    async def take(self) -> tuple[list[tuple[int, StreamEvent]], bool] | None:
+        """What has gathered, and whether a heartbeat is due; waits until there is anything. None at the end."""
+        await self._ready.wait()
+        if self._error is not None:
+            raise self._error
+        events, beat = self._events, self._heartbeat_due
+        if not events and not beat:
+            return None  # closed
+        self._events, self._last, self._heartbeat_due = events[_MOST_EVENTS:], {}, False
+        if not self._events and not self._closed:
+            self._ready.clear()
+        return events[:_MOST_EVENTS] if self._events else events, beat
+
+
+def _merged(earlier: StreamTokens, later: StreamTokens) -> StreamTokens:
+    token_ids = earlier.token_ids if isinstance(earlier.token_ids, bytearray) else bytearray(earlier.token_ids)
+    token_ids += later.token_ids
+    if earlier.logprobs is None and later.logprobs is None and later.prompt_logprobs is None:
+        return earlier._replace(token_ids=token_ids)
+    return StreamTokens(
+        earlier.stream_id,
+        token_ids,
+        [*(earlier.logprobs or ()), *(later.logprobs or ())] or None,
+        [*(earlier.prompt_logprobs or ()), *(later.prompt_logprobs or ())] or None,
+    )

@@ -1,0 +1,60 @@
+"""The scheduler's process: engine and services on one port, from start to a clean stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import grpc
+
+from rorqual.core.config import SchedulerConfig
+from rorqual.rpc.server import RpcServer
+from rorqual.telemetry import Telemetry
+from rorqual.v1 import executor_pb2_grpc, generation_pb2_grpc
+
+from .engine import Engine
+from .executor_link import ExecutorLinkServicer
+from .generation_service import GenerationServicer
+
+SERVICE_NAMES = ("rorqual.v1.GenerationService", "rorqual.v1.ExecutorLinkService")
+
+
+class SchedulerServer:
+    """`start`, then `stop`. Healthy while at least one executor is connected."""
+
+    def __init__(self, config: SchedulerConfig, telemetry: Telemetry) -> None:
+        self.engine = Engine(config, telemetry)
+        self.engine.on_num_executors = self._on_num_executors
+        self._rpc = RpcServer(config.listen, self._add_services, SERVICE_NAMES)
+        self._health = asyncio.Event()
+        self._num_executors = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def _add_services(self, server: grpc.aio.Server) -> None:
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(self.engine), server)
+        executor_pb2_grpc.add_ExecutorLinkServiceServicer_to_server(ExecutorLinkServicer(self.engine), server)
+
+    def _on_num_executors(self, num_executors: int) -> None:
+        self._num_executors = num_executors
+        self._health.set()
+
+    async def start(self) -> int:
+        """Serve; returns the port. ConfigError if it is taken."""
+        port = await self._rpc.start()
+        self._tasks = [asyncio.create_task(self.engine.run()), asyncio.create_task(self._follow_health())]
+        return port
+
+    async def _follow_health(self) -> None:
+        while True:
+            await self._health.wait()
+            self._health.clear()
+            await self._rpc.set_serving(self._num_executors > 0)
+
+    async def stop(self, grace_s: float = 1.0) -> None:
+        """End all streams with UNAVAILABLE, so that their owners resume them elsewhere, and leave the port."""
+        for task in self._tasks:
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*self._tasks)
+        self.engine.close()
+        await self._rpc.stop(grace_s)
