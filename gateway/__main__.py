@@ -18,24 +18,24 @@ from .server import serve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 0 after a signal, 2 where the configuration cannot be served."""
-    from rorqual.core.config_loader import load_config
+    """The exit status: 0 after a signal, EXIT_CONFIG where the configuration cannot be served."""
+    from rorqual.core.config_loader import ENV_PORT_FILE, EXIT_CONFIG, load_config
 
     try:
         config = load_config(GatewayConfig, sys.argv[1:] if argv is None else argv, prog="python -m gateway")
         setup_logging("gateway", config.telemetry)
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
-        uvloop.run(_run(config))
+        uvloop.run(_run(config, os.environ.get(ENV_PORT_FILE, "")))
     except ConfigError as error:
         print(f"gateway: {error.message}", file=sys.stderr)
-        return 2
+        return EXIT_CONFIG
     return 0
 
 
-async def _run(config: GatewayConfig) -> None:
+async def _run(config: GatewayConfig, port_file: str) -> None:
     telemetry = Telemetry("gateway", config.telemetry)
     try:
-        await serve(config, Gateway(config, telemetry), port_file=os.environ.get("RORQUAL_PORT_FILE", ""))
+        await serve(config, Gateway(config, telemetry), port_file=port_file)
     finally:
         telemetry.shutdown()
 

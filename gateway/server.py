@@ -122,6 +122,7 @@ def make_server(gateway: Gateway, *, grace_s: float = SHUTDOWN_GRACE_S) -> HttpS
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(grace_s) + 5,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ class AnswerOptions:
 
     response_id: str
     model: str  # as asked for; the name served takes its place once it is known
-    fingerprint: str | None
+    fingerprint: Callable[[str], str | None]  # of a model
     choices_per_prompt: int
     num_prompts: int = 1
     include_usage: bool = False
@@ -27,6 +28,7 @@ class AnswerOptions:
     return_token_ids: bool = False
     num_top_logprobs: int | None = None  # None: no log-probabilities
     echo: bool = False
+    stop_token_ids: frozenset[int] = frozenset()  # that the client named
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -102,7 +104,7 @@ class WholeChoice:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     id_parts: list[bytes] = field(default_factory=list)
     finish_reason: str | None = None
-    stop_reason: int | str | None = None
+    finished: text_pb2.ChoiceFinished | None = None
 
     def add(self, piece: Piece) -> None:
         detail = piece.detail
@@ -121,14 +123,15 @@ class WholeChoice:
             self.echo = detail
         elif isinstance(detail, text_pb2.ChoiceFinished):
             self.finish_reason = finish_reason(detail)
-            self.stop_reason = stop_reason(detail)
+            self.finished = detail
         self.logprobs += piece.logprobs
         self.id_parts += piece.id_parts
 
-    def extras(self, *, token_ids: bool) -> dict[str, Any]:
+    def extras(self, options: AnswerOptions) -> dict[str, Any]:
         """Members beside OpenAI's own."""
-        out: dict[str, Any] = {} if self.stop_reason is None else {"stop_reason": self.stop_reason}
-        if token_ids:
+        reason = stop_reason(self.finished, options.stop_token_ids)
+        out: dict[str, Any] = {} if reason is None else {"stop_reason": reason}
+        if options.return_token_ids:
             out["token_ids"] = unpack_token_ids(b"".join(self.id_parts)).tolist()
         return out
 

@@ -71,7 +71,7 @@ class ChatAnswer:
             _delta(piece),
             logprobs=chat_logprobs(piece.logprobs) if piece.logprobs else None,
             finish_reason=finish_reason(finished) if finished else None,
-            stop_reason=stop_reason(finished) if finished else None,
+            stop_reason=stop_reason(finished, self._options.stop_token_ids),
             token_ids=piece.token_ids if self._options.return_token_ids else None,
             top=self._top(),
         )
@@ -83,7 +83,7 @@ class ChatAnswer:
             object_name="chat.completion.chunk",
             created=options.created,
             model=self.progress.model,
-            fingerprint=options.fingerprint,
+            fingerprint=options.fingerprint(self.progress.model),
             num_choices=options.num_choices,
             usage_key=options.include_usage,
         )
@@ -122,7 +122,7 @@ class ChatAnswer:
                     "message": message,
                     "logprobs": chat_logprobs(choice.logprobs) if options.num_top_logprobs is not None else None,
                     "finish_reason": choice.finish_reason,
-                    **choice.extras(token_ids=options.return_token_ids),
+                    **choice.extras(options),
                 }
             )
         body: dict[str, Any] = {
@@ -132,7 +132,7 @@ class ChatAnswer:
             "model": self.progress.model,
             "choices": choices,
             "usage": usage_object(self.progress.usages),
-            "system_fingerprint": options.fingerprint,
+            "system_fingerprint": options.fingerprint(self.progress.model),
         }
         if options.return_token_ids:
             body["prompt_token_ids"] = unpack_token_ids(self.progress.prompt_token_ids(0)).tolist()

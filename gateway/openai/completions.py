@@ -106,7 +106,7 @@ class CompletionAnswer:
             _TEXT + _encode(text),
             logprobs=self._logprobs[index].take(logprobs) if logprobs else None,
             finish_reason=finish_reason(finished) if finished else None,
-            stop_reason=stop_reason(finished) if finished else None,
+            stop_reason=stop_reason(finished, self._options.stop_token_ids),
             token_ids=piece.token_ids if self._options.return_token_ids else None,
             prompt_token_ids=prompt_ids,
             top={"usage": self.progress.usage_so_far()} if self._options.continuous_usage else None,
@@ -123,7 +123,7 @@ class CompletionAnswer:
             object_name="text_completion",
             created=options.created,
             model=self.progress.model,
-            fingerprint=options.fingerprint,
+            fingerprint=options.fingerprint(self.progress.model),
             num_choices=options.num_choices,
             usage_key=options.include_usage,
         )
@@ -140,7 +140,7 @@ class CompletionAnswer:
         for index, choice in enumerate(gather(pieces, options.num_choices, self.progress)):
             text, logprobs = self._echo(choice.echo) if choice.echo is not None else ("", [])
             wanted = options.num_top_logprobs is not None
-            extras = choice.extras(token_ids=options.return_token_ids)
+            extras = choice.extras(options)
             if options.return_token_ids:
                 extras["prompt_token_ids"] = unpack_token_ids(self.progress.prompt_token_ids(index)).tolist()
             choices.append(
@@ -160,6 +160,6 @@ class CompletionAnswer:
                 "model": self.progress.model,
                 "choices": choices,
                 "usage": usage_object(self.progress.usages),
-                "system_fingerprint": options.fingerprint,
+                "system_fingerprint": options.fingerprint(self.progress.model),
             }
         )

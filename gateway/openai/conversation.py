@@ -11,7 +11,7 @@ from rorqual.core.errors import InvalidRequestError
 from rorqual.v1 import text_pb2
 
 from .fields import invalid, refuse
-from .schema import ChatFields, ContentPart, Message, TokenizeBody, ToolSpec
+from .schema import ChatBody, ContentPart, Message, TokenizeBody, ToolSpec
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -21,7 +21,7 @@ PART_SEPARATOR = "\n"
 MAX_TOOLS = 1024
 
 
-def chat_request(body: ChatFields | TokenizeBody) -> text_pb2.ChatRequest:
+def chat_request(body: ChatBody | TokenizeBody) -> text_pb2.ChatRequest:
     """The conversation of `body`, without options. Raises InvalidRequestError naming messages[i].…"""
     if not body.messages:
         raise invalid("messages", "it must not be empty")
@@ -42,7 +42,7 @@ def chat_request(body: ChatFields | TokenizeBody) -> text_pb2.ChatRequest:
     return request
 
 
-def _template_variables(body: ChatFields | TokenizeBody) -> str:
+def _template_variables(body: ChatBody | TokenizeBody) -> str:
     variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)

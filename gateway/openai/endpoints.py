@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import grpc
 import msgspec
 
-from rorqual.core.errors import ModelNotFoundError, RorqualError, UnavailableError
+from rorqual.core.errors import ModelNotFoundError, UnavailableError
 from rorqual.core.token_ids import pack_token_ids, unpack_token_ids
 from rorqual.rpc.status import from_rpc_error
 from rorqual.v1 import text_pb2
@@ -79,7 +80,7 @@ def _answer_options(
     return AnswerOptions(
         response_id=f"{prefix}-{exchange.request_id}",
         model=body.model or "",
-        fingerprint=context.replicas.fingerprint(body.model or ""),
+        fingerprint=context.replicas.fingerprint,
         choices_per_prompt=body.n or 1,
         num_prompts=num_prompts,
         include_usage=bool(stream_options and stream_options.include_usage),
@@ -87,6 +88,7 @@ def _answer_options(
         return_token_ids=bool(body.return_token_ids),
         num_top_logprobs=num_top,
         echo=isinstance(body, CompletionBody) and bool(body.echo),
+        stop_token_ids=frozenset(body.stop_token_ids or ()),
         created=int(context.clock.time_s()),
     )
 
@@ -142,8 +144,8 @@ async def tokenize(context: GatewayContext, exchange: Exchange) -> None:
         replica = await context.replicas.acquire(body.model or "")
         try:
             response = await replica.stub.Tokenize(request, timeout=CALL_TIMEOUT_S)
-        except Exception as error:
-            raise _reported(error) from None
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
         ids = unpack_token_ids(response.token_ids)
         answer = {
             "count": len(ids),
@@ -163,13 +165,6 @@ async def detokenize(context: GatewayContext, exchange: Exchange) -> None:
         request = text_pb2.DetokenizeRequest(model=body.model or "", token_ids=pack_token_ids(body.tokens))
         try:
             response = await replica.stub.Detokenize(request, timeout=CALL_TIMEOUT_S)
-        except Exception as error:
-            raise _reported(error) from None
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
         await exchange.respond(200, msgspec.json.encode({"prompt": response.text}))
-
-
-def _reported(error: Exception) -> Exception | RorqualError:
-    """What a failed call reported."""
-    import grpc
-
-    return from_rpc_error(error) if isinstance(error, grpc.RpcError) else error

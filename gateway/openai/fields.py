@@ -17,7 +17,7 @@ IGNORED_HEADER = "x-rorqual-ignored-fields"
 MAX_NAMED_FIELDS = 16
 
 _AT = re.compile(r" - at `(?:key in )?\$?(.*)`$")
-_MISSING = re.compile(r"Object missing required field `(.*)`")
+_MISSING = re.compile(r"Object missing required field `([^`]*)`")
 
 # Known fields that change nothing here.
 _SILENT = frozenset(("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"))

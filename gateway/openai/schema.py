@@ -95,8 +95,8 @@ class ToolSpec(msgspec.Struct):
     function: Function | None = None
 
 
-class ChatFields(msgspec.Struct, kw_only=True):
-    """How a conversation is rendered."""
+class ChatBody(GenerationFields, kw_only=True):
+    """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     tools: list[ToolSpec] | None = None
@@ -105,11 +105,6 @@ class ChatFields(msgspec.Struct, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
-
-
-class ChatBody(GenerationFields, ChatFields, kw_only=True):
-    """POST /v1/chat/completions."""
-
     max_tokens: Annotated[int, Meta(ge=1, le=2**32 - 1)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, le=2**32 - 1)] | None = None
     logprobs: bool | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 from rorqual.core.errors import InternalError, UnavailableError
@@ -27,10 +27,14 @@ def finish_reason(finished: text_pb2.ChoiceFinished) -> str:
     raise InternalError(f"a choice ended with reason {finished.reason} and no error")
 
 
-def stop_reason(finished: text_pb2.ChoiceFinished) -> int | str | None:
-    """The stop token or stop string that ended a choice, where one did."""
-    which = finished.WhichOneof("stop")
-    return getattr(finished, which) if which else None
+def stop_reason(finished: text_pb2.ChoiceFinished | None, asked_token_ids: Container[int]) -> int | str | None:
+    """The client's own stop string or stop token that ended a choice; None where the model ended it."""
+    which = finished.WhichOneof("stop") if finished is not None else None
+    if finished is None or which is None:
+        return None
+    if which == "stop_token_id":
+        return finished.stop_token_id if finished.stop_token_id in asked_token_ids else None
+    return finished.stop_string
 
 
 def usage_object(usages: Iterable[text_pb2.Usage]) -> dict[str, Any]:

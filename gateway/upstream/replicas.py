@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import itertools
 import logging
 from collections.abc import Callable, Iterable
 
@@ -23,6 +24,9 @@ _log = logging.getLogger(__name__)
 
 TEXT_SERVICE = "rorqual.v1.TextService"
 RETRY_PERIOD_S = 0.25
+HEALTH_PERIOD_S = 0.5
+HEALTH_TIMEOUT_S = 5.0
+MODELS_EVERY = 20  # health answers
 SILENCE_S = 10.0
 """No heartbeat for so long: nothing new is placed there, and readiness is lost."""
 
@@ -49,6 +53,7 @@ class Replica:
         self._peer_timeout_s = peer_timeout_s
         self._clock = clock
         self._on_change = on_change
+        self._asked = False
         self._reachable = asyncio.Event()
         self._was_silent = False  # its last session died of silence: trust it again when it speaks
         self._channel = open_channel(address)
@@ -78,9 +83,12 @@ class Replica:
         await self._channel.close()
 
     def _set(self, state: State, cause: str) -> None:
-        if state is not self.state:
-            _log.log(logging.INFO if state is State.READY else logging.WARNING, "%s", cause)
+        changed = state is not self.state or not self._asked
+        self._asked = True
         self.state, self.cause = state, cause
+        if not changed:
+            return
+        _log.log(logging.INFO if state is State.READY else logging.WARNING, "%s", cause)
         if state is State.UNREACHABLE:
             self._reachable.clear()
         else:
@@ -88,25 +96,27 @@ class Replica:
         self._on_change()
 
     async def _watch_health(self) -> None:
-        while True:
-            cause = f"tokenizer {self.address} is unreachable: it ended its health stream"
+        """Ask again and again: a process that hangs does not say so by itself."""
+        for turn in itertools.count():
             try:
-                async for answer in self._health.Watch(health_pb2.HealthCheckRequest(service=TEXT_SERVICE)):
-                    await self._on_health(answer.status)
+                await self._ask_health(with_models=turn % MODELS_EVERY == 0)
             except grpc.RpcError as error:
-                cause = f"tokenizer {self.address} is unreachable: {from_rpc_error(error).message}"
-            self._set(State.UNREACHABLE, cause)
-            await asyncio.sleep(RETRY_PERIOD_S)
+                why = from_rpc_error(error).message.rpartition(": ")[2].lower()  # gRPC wraps it several times
+                self._set(State.UNREACHABLE, f"tokenizer {self.address} is unreachable: {why}")
+            await asyncio.sleep(HEALTH_PERIOD_S)
 
-    async def _on_health(self, status: int) -> None:
-        response = await self.stub.ListModels(text_pb2.ListModelsRequest(), timeout=CALL_TIMEOUT_S)
-        self.models = (response,)
-        if status == health_pb2.HealthCheckResponse.SERVING:
-            self._set(State.READY, f"tokenizer {self.address} is ready")
+    async def _ask_health(self, *, with_models: bool) -> None:
+        question = health_pb2.HealthCheckRequest(service=TEXT_SERVICE)
+        answer = await self._health.Check(question, timeout=HEALTH_TIMEOUT_S)
+        state = State.READY if answer.status == health_pb2.HealthCheckResponse.SERVING else State.NOT_READY
+        if with_models or state is not self.state:
+            response = await self.stub.ListModels(text_pb2.ListModelsRequest(), timeout=HEALTH_TIMEOUT_S)
+            self.models = (response,)
+        if state is State.READY:
+            self._set(state, f"tokenizer {self.address} is ready")
         else:
             self._set(
-                State.NOT_READY,
-                f"tokenizer {self.address} answers, but the scheduler or the executor behind it is not ready",
+                state, f"tokenizer {self.address} answers, but the scheduler or the executor behind it is not ready"
             )
 
     async def _keep_session(self) -> None:

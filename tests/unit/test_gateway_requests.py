@@ -1,0 +1,182 @@
+"""Bodies as rorqual.v1 messages."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.openai import chat, completions
+from gateway.openai.conversation import PART_SEPARATOR
+from rorqual.core.errors import InvalidRequestError
+from rorqual.core.token_ids import unpack_token_ids
+from rorqual.v1 import text_pb2
+
+
+def chat_request(**fields: Any) -> text_pb2.ChatRequest:
+    body, _ = chat.READER.read(json.dumps({"messages": [{"role": "user", "content": "hi"}], **fields}).encode())
+    return chat.chat_command(body, "req").chat
+
+
+def complete_requests(**fields: Any) -> list[text_pb2.CompleteRequest]:
+    body, _ = completions.READER.read(json.dumps(fields).encode())
+    return [command.complete for command in completions.completion_commands(body, "req")]
+
+
+def test_what_is_left_out_stays_unset() -> None:
+    request = chat_request()
+    options = request.options
+    assert options.request_id == "req"
+    assert options.num_choices == 1
+    assert not options.HasField("max_tokens")
+    assert not options.HasField("skip_special_tokens")
+    assert not request.HasField("add_generation_prompt")
+    assert options.sampling.ListFields() == []
+
+
+def test_every_field_arrives() -> None:
+    options = chat_request(
+        model="m", max_completion_tokens=7, temperature=0, top_p=0.5, top_k=40, min_p=0.25, seed=-1, n=3, stop="END",
+        stop_token_ids=[5, 6], include_stop_str_in_output=True, min_tokens=2, ignore_eos=True, presence_penalty=1,
+        frequency_penalty=-1, repetition_penalty=1.5, logit_bias={"7": -100, "8": 2.5}, logprobs=True, top_logprobs=4,
+        cache_salt="salt", priority=-3, return_token_ids=True, skip_special_tokens=False,
+    ).options  # fmt: skip
+    sampling = options.sampling
+    assert options.model == "m"
+    assert options.max_tokens == 7
+    assert sampling.HasField("temperature")
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0, 0.5, 40, 0.25)
+    assert sampling.seed == 2**64 - 1
+    assert options.num_choices == 3
+    assert list(options.stop) == ["END"]
+    assert list(sampling.stop_token_ids) == [5, 6]
+    assert (options.include_stop_str_in_output, options.ignore_eos, sampling.min_tokens) == (True, True, 2)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1, -1, 1.5)
+    assert dict(sampling.logit_bias) == {7: -100, 8: 2.5}
+    assert sampling.logprobs == 4
+    assert (options.cache_salt, options.priority, options.return_prompt_token_ids) == ("salt", -3, True)
+    assert options.HasField("skip_special_tokens")
+    assert not options.skip_special_tokens
+
+
+def test_logprobs_alone_ask_for_the_chosen_token() -> None:
+    sampling = chat_request(logprobs=True, top_logprobs=0).options.sampling
+    assert sampling.HasField("logprobs")
+    assert sampling.logprobs == 0
+    assert not chat_request(logprobs=False).options.sampling.HasField("logprobs")
+
+
+@pytest.mark.parametrize("off", [-1, 0])
+def test_top_k_has_two_ways_to_be_off(off: int) -> None:
+    sampling = chat_request(top_k=off).options.sampling
+    assert sampling.HasField("top_k")
+    assert sampling.top_k == 0
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant"])
+def test_a_one_part_list_is_the_plain_string_for_every_role(role: str) -> None:
+    plain = chat_request(messages=[{"role": role, "content": "text"}])
+    parts = chat_request(messages=[{"role": role, "content": [{"type": "text", "text": "text"}]}])
+    assert plain == parts
+
+
+def test_text_parts_are_joined_by_one_rule() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    for role in ("system", "user", "assistant"):
+        (message,) = chat_request(messages=[{"role": role, "content": parts}]).messages
+        assert message.content == f"a{PART_SEPARATOR}b"
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+
+
+@pytest.mark.parametrize("content", [{"content": None}, {}, {"content": ""}, {"content": []}])
+def test_no_content_beside_tool_calls_has_many_spellings(content: dict[str, Any]) -> None:
+    request = chat_request(
+        messages=[
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "tool_calls": [CALL], **content},
+            {"role": "tool", "tool_call_id": "c1", "content": "42"},
+            {"role": "tool", "tool_call_id": "c2", "content": [{"type": "text", "text": "43"}]},
+        ]
+    )
+    assistant, first, second = request.messages[1:]
+    assert not assistant.HasField("content")
+    (call,) = assistant.tool_calls
+    assert (call.id, call.name, call.arguments_json) == ("c1", "f", '{"a": 1}')
+    assert (first.tool_call_id, first.content, second.content) == ("c1", "42", "43")
+
+
+def test_reasoning_of_an_earlier_turn_has_two_names() -> None:
+    for name in ("reasoning_content", "reasoning"):
+        (message,) = chat_request(messages=[{"role": "assistant", "content": "4", name: "2+2"}]).messages
+        assert message.reasoning_content == "2+2"
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "d", "parameters": {"type": "object", "x": "ü"}, "strict": True},
+}
+
+
+def test_tools_reach_the_template_with_their_schema_as_written() -> None:
+    (tool,) = chat_request(tools=[TOOL]).tools
+    assert (tool.name, tool.description, tool.strict) == ("f", "d", True)
+    assert json.loads(tool.parameters_json) == {"type": "object", "x": "ü"}
+    (bare,) = chat_request(tools=[{"type": "function", "function": {"name": "g"}}]).tools
+    assert bare.parameters_json == ""
+
+
+def test_tool_choice_none_hides_the_tools() -> None:
+    assert list(chat_request(tools=[TOOL], tool_choice="none").tools) == []
+
+
+def test_how_the_template_ends() -> None:
+    assert not chat_request(add_generation_prompt=False).add_generation_prompt
+    request = chat_request(messages=[{"role": "assistant", "content": "Once"}], continue_final_message=True)
+    assert request.continue_final_message
+    assert request.HasField("add_generation_prompt")
+    assert not request.add_generation_prompt
+
+
+def test_template_variables() -> None:
+    request = chat_request(chat_template_kwargs={"thinking": True}, reasoning_effort="high")
+    assert json.loads(request.chat_template_kwargs_json) == {"thinking": True, "reasoning_effort": "high"}
+    assert chat_request().chat_template_kwargs_json == ""
+
+
+def test_prompts_in_all_forms() -> None:
+    (text,) = complete_requests(prompt="a")
+    assert text.text == "a"
+    assert text.options.max_tokens == 16
+    assert text.options.request_id == "req"
+    (ids,) = complete_requests(prompt=[1, 2, 3])
+    assert list(unpack_token_ids(ids.token_ids)) == [1, 2, 3]
+    first, second = complete_requests(prompt=["a", "b"])
+    assert (first.text, second.text) == ("a", "b")
+    assert (first.options.request_id, second.options.request_id) == ("req-0", "req-1")
+    lists = complete_requests(prompt=[[1], [2, 3]], n=2)
+    assert [list(unpack_token_ids(r.token_ids)) for r in lists] == [[1], [2, 3]]
+    assert [r.options.num_choices for r in lists] == [2, 2]
+    (empty,) = complete_requests(prompt="")
+    assert empty.WhichOneof("prompt") == "text"
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], [1, "a"], [[1], 2], None, 5, {"a": 1}, [[-1]], [2**32], [1.5]])
+def test_prompts_that_are_none(prompt: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        complete_requests(prompt=prompt)
+    assert caught.value.field.startswith("prompt")
+
+
+def test_scoring_a_prompt() -> None:
+    (request,) = complete_requests(prompt="a", echo=True, max_tokens=0, logprobs=1)
+    assert request.echo
+    assert request.options.HasField("max_tokens")
+    assert request.options.max_tokens == 0
+    assert (request.options.sampling.logprobs, request.options.sampling.prompt_logprobs) == (1, 1)
+    with pytest.raises(InvalidRequestError):
+        complete_requests(prompt="a", max_tokens=0)
+    (plain,) = complete_requests(prompt="a", logprobs=1)
+    assert not plain.options.sampling.HasField("prompt_logprobs")
