@@ -45,8 +45,10 @@ check-protos: setup-dev  ## buf lint, and whether rorqual/v1 is what protos/ gen
 	$(VENV)/buf lint
 	@scripts/protos --check
 
-kernels: setup-dev  ## compile csrc/ where nvcc is
-	@scripts/kernels
+kernels:  ## compile csrc/ where nvcc is
+	@if [ ! -f csrc/build.sh ]; then echo "kernels: csrc/ is not there: nothing to compile"; \
+	elif command -v $${CUDACXX:-nvcc} >/dev/null 2>&1 || [ -x /usr/local/cuda/bin/nvcc ]; then bash csrc/build.sh; \
+	else echo "kernels: no nvcc: not compiled (a CPU runs the torch reference)"; fi
 
 bench-cpu: setup-dev  ## throughput beside transformers, start-up, memory
 	@$(VENV)/python benchmarks/serving/bench_cpu.py $(FLAGS)
