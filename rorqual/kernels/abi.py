@@ -1,0 +1,49 @@
+"""The argument structs of csrc/include/rorqual/abi.h, field for field."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import ClassVar
+
+_PTR, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+def _fields(**groups: str) -> list[tuple[str, type]]:
+    """ptr="a b", i64="c" … in that order."""
+    types: dict[str, type] = {"ptr": _PTR, "i64": _I64, "i32": _I32, "f32": _F32}
+    return [(name, types[kind]) for kind, names in groups.items() for name in names.split()]
+
+
+class RmsNormArgs(ctypes.Structure):
+    _fields_: ClassVar = _fields(
+        ptr="out residual x weight",
+        i64="out_stride residual_stride x_stride",
+        i32="num_rows hidden",
+        f32="eps",
+    )
+
+
+class MlaStoreArgs(ctypes.Structure):
+    _fields_: ClassVar = _fields(
+        ptr="cache latent_out q_pe c_kv k_pe norm_weight cos_sin positions slot_mapping",
+        i64="cache_block_stride c_kv_stride k_pe_stride q_pe_token_stride q_pe_head_stride",
+        i32="num_tokens num_heads",
+        f32="eps",
+    )
+
+
+class MlaPlanArgs(ctypes.Structure):
+    _fields_: ClassVar = _fields(
+        ptr="plan kv_lens q_starts",
+        i32="batch num_parts split_blocks min_units overhead_blocks split_capacity",
+    )
+
+
+class MlaDecodeArgs(ctypes.Structure):
+    _fields_: ClassVar = _fields(
+        ptr="q_latent q_pe cache out lse block_tables kv_lens q_starts plan partial_out partial_lse",
+        i64="q_latent_token_stride q_latent_head_stride q_pe_token_stride q_pe_head_stride "
+        "out_token_stride out_head_stride block_table_stride cache_block_stride num_blocks",
+        i32="batch num_heads max_q_len num_parts split_blocks split_capacity kernel",
+        f32="softmax_scale",
+    )

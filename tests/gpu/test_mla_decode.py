@@ -1,0 +1,302 @@
+"""Paged MLA decode attention against the torch reference in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from rorqual.kernels.loader import KernelLibrary
+from rorqual.kernels.mla import DecodeWorkspace, make_workspace, mla_decode, plan_decode
+from rorqual.kernels.reference_paged import mla_decode_paged
+
+NAN = float("nan")
+SCALE = 192**-0.5
+
+# The weights are rounded to bf16 (2^-9 relative, each on its own) before they meet the values, and the output once
+# more: about 1.6e-3 of a row's norm. Three times that still catches a lost token of a hundred.
+ROW_TOLERANCE = 5e-3
+# The denominator sums the same rounded weights: at most 2^-9 relative, so 2e-3 of its logarithm.
+LSE_TOLERANCE = 2.5e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    q_latent: torch.Tensor
+    q_pe: torch.Tensor
+    cache: torch.Tensor
+    block_tables: torch.Tensor
+    kv_lens: torch.Tensor
+    q_starts: torch.Tensor
+
+    def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return mla_decode_paged(
+            self.q_latent,
+            self.q_pe,
+            self.cache,
+            block_tables=self.block_tables,
+            kv_lens=self.kv_lens,
+            q_starts=self.q_starts,
+            softmax_scale=SCALE,
+            dtype=torch.float64,
+        )
+
+    def run(
+        self, workspace: DecodeWorkspace, library: KernelLibrary, *, plan: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out = torch.full_like(self.q_latent, NAN)
+        lse = torch.full(self.q_latent.shape[:2], NAN, device=out.device)
+        workspace.partial_out.fill_(NAN)
+        workspace.partial_lse.fill_(NAN)
+        if plan:
+            workspace.plan.fill_(-(2**30))
+            plan_decode(workspace, self.kv_lens, self.q_starts, library=library)
+        mla_decode(
+            self.q_latent,
+            self.q_pe,
+            self.cache,
+            block_tables=self.block_tables,
+            kv_lens=self.kv_lens,
+            q_starts=self.q_starts,
+            workspace=workspace,
+            softmax_scale=SCALE,
+            out=out,
+            lse=lse,
+            library=library,
+        )
+        return out, lse
+
+    def only(self, seq: int) -> Case:
+        start, end = self.q_starts[seq : seq + 2].tolist()
+        return dataclasses.replace(
+            self,
+            q_latent=self.q_latent[start:end],
+            q_pe=self.q_pe[start:end],
+            block_tables=self.block_tables[seq : seq + 1],
+            kv_lens=self.kv_lens[seq : seq + 1],
+            q_starts=torch.tensor([0, end - start], dtype=torch.int32, device=self.kv_lens.device),
+        )
+
+
+def make_case(
+    device: torch.device, kv_lens: Sequence[int], num_heads: int, q_lens: Sequence[int] | int = 1, *, seed: int = 0
+) -> Case:
+    """Random sequences in a shuffled cache whose unused tokens, and unused blocks, are NaN."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    kwargs = {"device": device, "dtype": torch.bfloat16, "generator": generator}
+    if isinstance(q_lens, int):
+        q_lens = [q_lens] * len(kv_lens)
+    num_tokens = sum(q_lens)
+    blocks = [-(-kv_len // 64) for kv_len in kv_lens]
+    num_blocks = sum(blocks) + 2
+    cache = torch.randn((num_blocks, 2, 64, 576), **kwargs)[:, 1]  # another layer lies between: a block stride
+    order = torch.randperm(num_blocks, device=device, generator=generator).to(torch.int32)
+    cache[order[sum(blocks) :].long()] = NAN
+    tables = torch.full((len(kv_lens), max([1, *blocks])), 2**30, dtype=torch.int32, device=device)
+    first = 0
+    for seq, (kv_len, n) in enumerate(zip(kv_lens, blocks, strict=True)):
+        tables[seq, :n] = order[first : first + n]
+        if kv_len % 64:
+            cache[int(order[first + n - 1]), kv_len % 64 :] = NAN
+        first += n
+    q = torch.randn((num_tokens, num_heads, 576 + 64), **kwargs) * 1.5
+    starts = torch.tensor([0, *q_lens], dtype=torch.int64).cumsum(0).to(torch.int32)
+    return Case(
+        q_latent=q[..., :512],
+        q_pe=q[..., 512:576],
+        cache=cache,
+        block_tables=tables,
+        kv_lens=torch.tensor(kv_lens, dtype=torch.int32, device=device),
+        q_starts=starts.to(device),
+    )
+
+
+def assert_matches(got: tuple[torch.Tensor, torch.Tensor], want: tuple[torch.Tensor, torch.Tensor]) -> None:
+    out, lse = got[0].double(), got[1].double()
+    want_out, want_lse = want
+    assert not out.isnan().any(), f"{int(out.isnan().any(-1).sum())} rows are NaN"
+    error = (out - want_out).norm(dim=-1)
+    norm = want_out.norm(dim=-1)
+    assert (error <= ROW_TOLERANCE * norm).all(), float((error / norm.clamp(min=1e-30)).max())
+    empty = want_lse == float("-inf")
+    assert torch.equal(lse == float("-inf"), empty)
+    assert (out[empty] == 0).all()
+    difference = (lse - want_lse)[~empty].abs()
+    assert difference.numel() == 0 or float(difference.max()) <= LSE_TOLERANCE, float(difference.max())
+
+
+LENGTHS = {
+    "one_token": [1],
+    "edges": [0, 1, 63, 64, 65, 127, 128, 129, 191, 0, 2],
+    "primes": [3, 61, 997, 1009, 5, 2039],
+    "one_long": [9001],
+    "long_and_short": [4001, 1, 0, 64, 17, 1999],
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("num_heads", [4, 16, 20, 32, 64, 128])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_one_query_token(
+    device: torch.device, library: KernelLibrary, lengths: str, num_heads: int, deterministic: bool
+) -> None:
+    kv_lens = LENGTHS[lengths]
+    case = make_case(device, kv_lens, num_heads)
+    workspace = make_workspace(
+        device,
+        max_batch=len(kv_lens) + 3,
+        num_heads=num_heads,
+        deterministic=deterministic,
+        max_kv_len=max(kv_lens) if deterministic else None,
+        split_blocks=4 if deterministic else None,
+    )
+    assert_matches(case.run(workspace, library), case.reference())
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("num_heads", [4, 16, 128])
+@pytest.mark.parametrize("max_q_len", [2, 5, 8])
+def test_several_query_tokens(
+    device: torch.device, library: KernelLibrary, max_q_len: int, num_heads: int, deterministic: bool
+) -> None:
+    # A sequence without query tokens is one that sits a step out; one shorter than its query has empty rows.
+    kv_lens = [max_q_len, 64, 65, 300, 129, 1000, 1, 66]
+    q_lens = [max_q_len, 1, 2, max_q_len, 0, max_q_len - 1, max_q_len, max_q_len]
+    case = make_case(device, kv_lens, num_heads, q_lens)
+    workspace = make_workspace(
+        device,
+        max_batch=len(kv_lens),
+        num_heads=num_heads,
+        max_q_len=max_q_len,
+        deterministic=deterministic,
+        max_kv_len=max(kv_lens) if deterministic else None,
+        split_blocks=2 if deterministic else None,
+    )
+    assert_matches(case.run(workspace, library), case.reference())
+
+
+@pytest.mark.parametrize("kernel", [0, 1, 2])
+@pytest.mark.parametrize("num_parts", [1, 3, 7])
+def test_any_cut(device: torch.device, library: KernelLibrary, kernel: int, num_parts: int) -> None:
+    """Few parts, so that one takes several sequences, and starts and ends in the middle of one."""
+    case = make_case(device, [130, 700, 0, 64, 333, 1], 20, 2)
+    workspace = make_workspace(device, max_batch=6, num_heads=20, max_q_len=2, kernel=kernel, num_parts=num_parts)
+    assert_matches(case.run(workspace, library), case.reference())
+
+
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_one_token_is_its_value_bit_for_bit(device: torch.device, library: KernelLibrary, num_heads: int) -> None:
+    case = make_case(device, [1, 1, 1], num_heads)
+    workspace = make_workspace(device, max_batch=3, num_heads=num_heads)
+    out, _ = case.run(workspace, library)
+    values = case.cache[case.block_tables[:, 0].long(), 0, :512]
+    assert torch.equal(out, values[:, None, :].expand_as(out))
+
+
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_large_scores_do_not_overflow(device: torch.device, library: KernelLibrary, num_heads: int) -> None:
+    case = make_case(device, [500, 70], num_heads)
+    case = dataclasses.replace(case, q_latent=case.q_latent * 64, q_pe=(case.q_pe * 64).contiguous())
+    workspace = make_workspace(device, max_batch=2, num_heads=num_heads)
+    out, lse = case.run(workspace, library)
+    want_out, want_lse = case.reference()
+    # Scores reach thousands: float32 holds them to about 3e-4, so a close second weighs a little more or less.
+    assert ((out.double() - want_out).norm(dim=-1) <= 2 * ROW_TOLERANCE * want_out.norm(dim=-1)).all()
+    assert float((lse.double() - want_lse).abs().max()) < 0.02
+
+
+@pytest.mark.parametrize("num_heads", [4, 16, 128])
+def test_deterministic_bits_depend_on_the_sequence_alone(
+    device: torch.device, library: KernelLibrary, num_heads: int
+) -> None:
+    """A sequence alone or among others, its query tokens one by one or together, gives the same bits."""
+    kv_lens, max_q_len = [70, 1500, 1, 640, 513], 4
+    case = make_case(device, kv_lens, num_heads, max_q_len)
+    options = {"num_heads": num_heads, "deterministic": True, "max_kv_len": 1500, "split_blocks": 4}
+    workspace = make_workspace(device, max_batch=5, max_q_len=max_q_len, **options)
+    out, lse = case.run(workspace, library)
+    alone = make_workspace(device, max_batch=1, max_q_len=max_q_len, num_parts=2, **options)
+    single = make_workspace(device, max_batch=1, max_q_len=1, num_parts=5, **options)
+    for seq in (1, 3, 4):
+        rows = slice(seq * max_q_len, (seq + 1) * max_q_len)
+        own = case.only(seq)
+        own_out, own_lse = own.run(alone, library)
+        assert torch.equal(own_out, out[rows])
+        assert torch.equal(own_lse, lse[rows])
+        for query in range(max_q_len):
+            step = dataclasses.replace(
+                own,
+                q_latent=own.q_latent[query : query + 1],
+                q_pe=own.q_pe[query : query + 1],
+                kv_lens=own.kv_lens - (max_q_len - 1 - query),
+                q_starts=torch.tensor([0, 1], dtype=torch.int32, device=device),
+            )
+            step_out, step_lse = step.run(single, library)
+            assert torch.equal(step_out[0], out[seq * max_q_len + query])
+            assert torch.equal(step_lse[0], lse[seq * max_q_len + query])
+
+
+def test_too_small_a_workspace_gives_nan(device: torch.device, library: KernelLibrary) -> None:
+    case = make_case(device, [1000, 60], 16)
+    workspace = make_workspace(
+        device, max_batch=2, num_heads=16, deterministic=True, max_kv_len=256, split_blocks=2
+    )  # holds 4 splits; the first sequence has 8
+    out, _ = case.run(workspace, library)
+    assert out[0].isnan().all()
+    assert workspace.plan[1] == 1
+
+
+def test_empty_batch(device: torch.device, library: KernelLibrary) -> None:
+    case = make_case(device, [64], 16)
+    empty = dataclasses.replace(
+        case,
+        q_latent=case.q_latent[:0],
+        q_pe=case.q_pe[:0],
+        block_tables=case.block_tables[:0],
+        kv_lens=case.kv_lens[:0],
+        q_starts=case.q_starts[:1],
+    )
+    workspace = make_workspace(device, max_batch=1, num_heads=16)
+    assert empty.run(workspace, library)[0].shape == (0, 16, 512)
+
+
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_very_long(device: torch.device, library: KernelLibrary, num_heads: int) -> None:
+    if device.type != "cuda":
+        pytest.skip("takes a GPU")
+    case = make_case(device, [163_840, 163_839, 1], num_heads)
+    workspace = make_workspace(device, max_batch=3, num_heads=num_heads)
+    assert_matches(case.run(workspace, library), case.reference())
+
+
+def test_captured_in_a_graph(device: torch.device, library: KernelLibrary) -> None:
+    """One graph serves steps of other lengths: all that a step changes is read on the device."""
+    if device.type != "cuda":
+        pytest.skip("takes a GPU")
+    case = make_case(device, [700, 64, 1], 16)
+    workspace = make_workspace(device, max_batch=3, num_heads=16)
+    case.run(workspace, library)
+    out, lse = torch.full_like(case.q_latent, NAN), torch.zeros((3, 16), device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan_decode(workspace, case.kv_lens, case.q_starts, library=library)
+        mla_decode(
+            case.q_latent,
+            case.q_pe,
+            case.cache,
+            block_tables=case.block_tables,
+            kv_lens=case.kv_lens,
+            q_starts=case.q_starts,
+            workspace=workspace,
+            softmax_scale=SCALE,
+            out=out,
+            lse=lse,
+            library=library,
+        )
+    for lengths in ([700, 64, 1], [1, 0, 1], [699, 33, 0]):
+        case.kv_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        out.fill_(NAN)
+        graph.replay()
+        assert_matches((out, lse), case.reference())
