@@ -35,6 +35,7 @@ BACKLOG = 2048
 # A peer that vanished without a FIN, or that keeps its window shut, is found by the kernel.
 _KEEP_ALIVE_IDLE_S, _KEEP_ALIVE_PERIOD_S, _KEEP_ALIVE_PROBES = 30, 10, 3
 _USER_TIMEOUT_MS = 120_000
+_SEND_BUFFER_BYTES = 128 * 1024  # a slow client's share of the kernel's memory; left alone it grows to megabytes
 
 
 class JsonErrorProtocol(H11Protocol):
@@ -70,6 +71,7 @@ def bind(config: GatewayConfig) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     for name, value in (
         ("TCP_KEEPIDLE", _KEEP_ALIVE_IDLE_S),
         ("TCP_KEEPINTVL", _KEEP_ALIVE_PERIOD_S),

@@ -26,6 +26,12 @@ MAX_COMMAND_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
 HEARTBEAT_PERIOD_S = 1.0
 PEER_SILENT = "PEER_SILENT"  # reason of a session that ended for want of heartbeats
 
+
+def core_of(message: str) -> str:
+    """The innermost of the causes that gRPC wraps: "…; last error: UNKNOWN: ipv4:…: Connection refused"."""
+    return message.rpartition(": ")[2].lower() if "last error: " in message else message
+
+
 Session = grpc.aio.StreamStreamCall[text_pb2.TextServiceSessionRequest, text_pb2.TextServiceSessionResponse]
 
 
@@ -129,7 +135,7 @@ class SessionLink:
         if error is None:
             return UnavailableError(f"tokenizer {self.address} closed the session")
         if isinstance(error, grpc.RpcError):
-            return UnavailableError(f"tokenizer {self.address} is lost: {from_rpc_error(error).message}")
+            return UnavailableError(f"tokenizer {self.address} is lost: {core_of(from_rpc_error(error).message)}")
         if isinstance(error, RorqualError):
             return error
         _log.error("the session with %s broke", self.address, exc_info=error)

@@ -18,7 +18,7 @@ from rorqual.rpc.channel import open_channel
 from rorqual.rpc.status import from_rpc_error
 from rorqual.v1 import text_pb2, text_pb2_grpc
 
-from .link import PEER_SILENT, SessionLink
+from .link import PEER_SILENT, SessionLink, core_of
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class Replica:
         self._on_change = on_change
         self._asked = False
         self._reachable = asyncio.Event()
+        self._lost = ""  # why its last session ended
         self._was_silent = False  # its last session died of silence: trust it again when it speaks
         self._channel = open_channel(address)
         self.stub = text_pb2_grpc.TextServiceStub(self._channel)
@@ -101,7 +102,7 @@ class Replica:
             try:
                 await self._ask_health(with_models=turn % MODELS_EVERY == 0)
             except grpc.RpcError as error:
-                why = from_rpc_error(error).message.rpartition(": ")[2].lower()  # gRPC wraps it several times
+                why = core_of(from_rpc_error(error).message)
                 self._set(State.UNREACHABLE, f"tokenizer {self.address} is unreachable: {why}")
             await asyncio.sleep(HEALTH_PERIOD_S)
 
@@ -136,19 +137,17 @@ class Replica:
                 self.link = None
                 self._on_change()
             self._was_silent = cause.reason == PEER_SILENT
+            self._lost = cause.message
             _log.warning("%s", cause.message)
             await asyncio.sleep(RETRY_PERIOD_S)
 
     def describe(self) -> str:
         """Its state in words."""
-        if self.state is State.READY and not self.usable:
-            silent_s = self.link.silent_s if self.link is not None else 0.0
-            return f"tokenizer {self.address} has " + (
-                f"been silent for {silent_s:.0f} s"
-                if silent_s >= SILENCE_S or self._was_silent
-                else "no open session yet"
-            )
-        return self.cause
+        if self.state is not State.READY or self.usable:
+            return self.cause
+        if self.link is not None and self.link.silent_s >= SILENCE_S:
+            return f"tokenizer {self.address} has been silent for {self.link.silent_s:.0f} s"
+        return self._lost or f"tokenizer {self.address} has no open session yet"
 
     def serves(self, model: str) -> bool:
         """Whether clients may ask for `model` here ("": whatever is served)."""

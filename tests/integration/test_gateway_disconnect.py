@@ -47,6 +47,15 @@ async def send(http: RunningGateway, raw: bytes) -> tuple[asyncio.StreamReader, 
     return reader, writer
 
 
+async def slow_client(http: RunningGateway) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection that holds little of what it has not read."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32 * 1024)
+    connection.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", http.port))
+    return await asyncio.open_connection(sock=connection, limit=2**14)
+
+
 async def cancelled(tokenizer: ScriptedTokenizer, num: int = 1) -> None:
     async with asyncio.timeout(WAIT_S):
         while len(tokenizer.cancelled) < num:
@@ -133,19 +142,16 @@ async def test_a_slow_reader_gets_all_in_fewer_larger_chunks_and_others_go_on(
     http: RunningGateway, tokenizer: ScriptedTokenizer
 ) -> None:
     num_tokens, text = 4000, "0123456789" * 100
-    go_on = asyncio.Event()
     slow = Script(
         [*([event(0, [7], content=text)] for _ in range(num_tokens)), [finish(0)]],
         gate=lambda i: None if i % 50 else _breathe(),
     )
     tokenizer.script = lambda request: slow if request.options.max_tokens == 1 else say("quick")
-    reader, writer = await asyncio.open_connection("127.0.0.1", http.port, limit=2**14)
-    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    reader, writer = await slow_client(http)
     writer.write(post("/v1/chat/completions", {**CHAT, "stream": True, "max_tokens": 1}))
     async with asyncio.timeout(20):
         while tokenizer.num_streams or not tokenizer.requests:
             assert (await http.client.post("/v1/chat/completions", json=CHAT)).status_code == 200
-        go_on.set()
         body = await _dechunk(reader)
     events = sse_events(body)
     assert events[-1] == "[DONE]"
@@ -181,8 +187,7 @@ async def test_a_reader_that_never_reads_is_given_up(
     tokenizer.script = lambda request: Script(
         [[event(0, [7], content=text)] for _ in range(5000)], gate=lambda i: None if i % 20 else _breathe()
     )
-    reader, writer = await asyncio.open_connection("127.0.0.1", http.port, limit=2**14)
-    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    reader, writer = await slow_client(http)
     writer.write(post("/v1/chat/completions", {**CHAT, "stream": True}))
     await cancelled(tokenizer)
     async with asyncio.timeout(20):

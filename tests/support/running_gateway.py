@@ -50,6 +50,8 @@ async def running_gateway(
     server = make_server(gateway, grace_s=1.0)
     await gateway.start()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started:
+        await asyncio.sleep(0.001)
     try:
         if wait:
             await gateway.replicas.acquire("")

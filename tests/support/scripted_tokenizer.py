@@ -164,6 +164,12 @@ class ScriptedTokenizer(text_pb2_grpc.TextServiceServicer):
         self._server = self._make_server()
         await self.start()
 
+    async def flushed(self) -> None:
+        """Returns once all that was said has been written, and had time to be read."""
+        while any(not live.out.empty() for live in self._live):
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)
+
     def break_sessions(self) -> None:
         """Every open session ends with a status; the server stays."""
         for live in self._live:
