@@ -97,24 +97,27 @@ async def test_a_broken_session_is_resumed_after_the_tokens_held(stop_at: int, s
 
 
 async def test_another_replica_takes_over_at_once() -> None:
-    async with scripted_tokenizer() as one, scripted_tokenizer() as two:
-        async with running_gateway(one.address, two.address) as http:
-            async with asyncio.timeout(10):
-                while not all(r.usable for r in http.gateway.replicas.replicas):
-                    await asyncio.sleep(0.01)
-            gated = Gated(7, n=3)
-            one.script = two.script = gated
+    async with (
+        scripted_tokenizer() as one,
+        scripted_tokenizer() as two,
+        running_gateway(one.address, two.address) as http,
+    ):
+        async with asyncio.timeout(10):
+            while not all(r.usable for r in http.gateway.replicas.replicas):
+                await asyncio.sleep(0.01)
+        gated = Gated(7, n=3)
+        one.script = two.script = gated
 
-            def kill() -> Any:
-                return (one if one.requests else two).stop()
+        def kill() -> Any:
+            return (one if one.requests else two).stop()
 
-            breaking = asyncio.create_task(break_when(gated, kill, one, two))
-            assert joined(await ask(http, stream=True, n=3), 3) == [("r1r2", "".join(TEXTS), ["stop"])] * 3
-            await breaking
-            assert len(one.requests) == len(two.requests) == 1
-            second = next(r for r in (one.requests[0], two.requests[0]) if r.options.attempt == 1)
-            counts = {c.choice_index: len(c.token_ids) // 4 for c in second.options.resume.choices}
-            assert counts == {0: 3, 1: 2, 2: 2}
+        breaking = asyncio.create_task(break_when(gated, kill, one, two))
+        assert joined(await ask(http, stream=True, n=3), 3) == [("r1r2", "".join(TEXTS), ["stop"])] * 3
+        await breaking
+        assert len(one.requests) == len(two.requests) == 1
+        second = next(r for r in (one.requests[0], two.requests[0]) if r.options.attempt == 1)
+        counts = {c.choice_index: len(c.token_ids) // 4 for c in second.options.resume.choices}
+        assert counts == {0: 3, 1: 2, 2: 2}
 
 
 async def test_a_replica_that_comes_back_resumes() -> None:
