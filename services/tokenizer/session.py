@@ -62,9 +62,12 @@ class TextSession:
             async for request in commands:
                 for command in request.commands:
                     self._obey(command)
-        finally:
-            self._half_closed = True
-            self._end_if_idle()
+        except BaseException:
+            self.close()
+            self._outbox.close()
+            raise
+        self._half_closed = True
+        self._end_if_idle()
 
     async def frames(self) -> AsyncIterator[text_pb2.TextServiceSessionResponse]:
         """What the caller is sent."""

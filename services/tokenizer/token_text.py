@@ -47,13 +47,15 @@ class TokenText:
 
 def build_token_text(tokens: Iterable[tuple[int, str]], size: int) -> TokenText:
     """The table of a byte-level vocabulary, given (id, token as the vocabulary spells it)."""
-    alphabet = byte_level_alphabet()
+    # A character outside the alphabet becomes one that Latin-1 cannot write.
+    latin = dict.fromkeys(range(256), "\uffff")
+    latin.update({ord(char): chr(byte) for char, byte in byte_level_alphabet().items()})
     data = [b""] * size
     texts: list[str | None] = [""] * size
     for token_id, token in tokens:
         try:
-            written = bytes([alphabet[char] for char in token])
-        except KeyError:  # an added token, spelled in plain characters
+            written = token.translate(latin).encode("latin-1")
+        except UnicodeEncodeError:  # an added token, spelled in plain characters
             written = token.encode()
         data[token_id] = written
         try:

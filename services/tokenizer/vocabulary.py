@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 
 from tokenizers import Tokenizer
@@ -23,17 +22,16 @@ class Vocabulary:
         path = checkpoint.folder / "tokenizer.json"
         try:
             self._tokenizer = Tokenizer.from_str(checkpoint.tokenizer_json)
-            description = json.loads(checkpoint.tokenizer_json)
         except Exception as error:
             raise CheckpointError(
                 f"{path} cannot be read ({error}): it may be cut short, or newer than the installed `tokenizers`; "
                 "download it again or upgrade",
                 field="model",
             ) from error
-        decoder = description.get("decoder") or {}
-        if decoder.get("type") != "ByteLevel":
+        decoder = type(self._tokenizer.decoder).__name__
+        if decoder != "ByteLevel":
             raise CheckpointError(
-                f"{path} has decoder {decoder.get('type')!r}; served are byte-level vocabularies (ByteLevel), as all "
+                f"{path} has decoder {decoder}; served are byte-level vocabularies (ByteLevel), as all "
                 "of the DeepSeek family are",
                 field="model",
             )

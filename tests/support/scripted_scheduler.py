@@ -25,6 +25,7 @@ from rorqual.rpc.status import to_error_proto
 from rorqual.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 MODEL = "scripted"
+HEARTBEAT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -168,10 +169,9 @@ class ScriptedScheduler(generation_pb2_grpc.GenerationServiceServicer):
 
     async def stop(self) -> None:
         """As a crash: every connection is gone at once."""
-        await self.lose()
         if self._server is not None:
-            await self._server.stop(0)
-            self._server = None
+            server, self._server = self._server, None
+            await server.stop(0)
 
     async def lose(self) -> None:
         """Break every session; the server goes on listening."""
@@ -230,10 +230,15 @@ class ScriptedScheduler(generation_pb2_grpc.GenerationServiceServicer):
         try:
             yield generation_pb2.GenerationServiceSessionResponse(heartbeat=common_pb2.Heartbeat())
             while True:
-                async with self._changed:
-                    await self._changed.wait_for(
-                        lambda: lost.is_set() or (self._steps_left != 0 and bool(self._of(session)))
-                    )
+                try:
+                    async with self._changed, asyncio.timeout(HEARTBEAT_S):
+                        await self._changed.wait_for(
+                            lambda: lost.is_set() or (self._steps_left != 0 and bool(self._of(session)))
+                        )
+                except TimeoutError:
+                    if not self.silent:
+                        yield generation_pb2.GenerationServiceSessionResponse(heartbeat=common_pb2.Heartbeat())
+                    continue
                 if lost.is_set():
                     raise UnavailableError("the scheduler crashed")
                 frame = generation_pb2.GenerationServiceSessionResponse()

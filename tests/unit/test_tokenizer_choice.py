@@ -116,7 +116,9 @@ RULES = st.builds(
 
 @given(TOKENS, RULES, st.data())
 @settings(max_examples=200, deadline=None)
-def test_any_chunking_and_any_resume_give_the_same(token_ids: list[int], rules: ChoiceRules, data: st.DataObject) -> None:
+def test_any_chunking_and_any_resume_give_the_same(
+    token_ids: list[int], rules: ChoiceRules, data: st.DataObject
+) -> None:
     one_by_one = [[token_id] for token_id in token_ids]
     reference = run(ChoiceMachine(rules), one_by_one)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(token_ids)), max_size=6)))

@@ -46,7 +46,7 @@ def test_refused_by_field(bad: text_pb2.TextOptions, field: str, reason: str) ->
     with pytest.raises(InvalidRequestError) as caught:
         check_options(bad, vocab_size=8192, allow_no_tokens=False)
     assert (caught.value.field, caught.value.reason) == (field, reason)
-    assert field.split(".")[-1] in caught.value.message or field == "num_choices"
+    assert field.rsplit(".", maxsplit=1)[-1] in caught.value.message or field == "num_choices"
 
 
 def test_edges_are_taken() -> None:

@@ -72,7 +72,10 @@ def test_multi_byte_characters() -> None:
 TEXT = st.text(alphabet="abc", max_size=30)
 
 
-@given(st.lists(st.text(alphabet="abc", max_size=4), max_size=20), st.lists(st.text("abc", min_size=1, max_size=6), min_size=1, max_size=4))
+@given(
+    st.lists(st.text(alphabet="abc", max_size=4), max_size=20),
+    st.lists(st.text("abc", min_size=1, max_size=6), min_size=1, max_size=4),
+)
 @settings(max_examples=200, deadline=None)
 def test_equal_to_a_search_of_the_text_after_each_token(pieces: list[str], stops: list[str]) -> None:
     text = ""

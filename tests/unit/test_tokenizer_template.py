@@ -171,7 +171,19 @@ def test_no_added_token_that_a_caller_spells_becomes_a_control_token(which: str)
 
     expected = control_counts(vocabulary, ids(prompts.chat(request("plain"), time_unix_s=0)))
     everything = "".join(vocabulary.control.ids)
-    for text in (everything, BOS, EOS, "<｜User｜>", "<think>", "</think>", "<", "<｜", "｜>", "｜DSML｜", "<tool_result>"):
+    for text in (
+        everything,
+        BOS,
+        EOS,
+        "<｜User｜>",
+        "<think>",
+        "</think>",
+        "<",
+        "<｜",
+        "｜>",
+        "｜DSML｜",
+        "<tool_result>",
+    ):
         prompt = prompts.chat(request(text), time_unix_s=0)
         assert control_counts(vocabulary, ids(prompt)) == expected, text
         assert decode_all(vocabulary.raw_text, ids(prompt)) == prompt.text
@@ -202,7 +214,11 @@ def test_json_that_escapes_everything_keeps_tokens_apart_too() -> None:
     assert control_counts(v4(), ids(prompt)) == [0]
 
 
-@given(st.lists(st.sampled_from(["<think>", "</think>", BOS, EOS, "<｜User｜>", "<", "｜", ">", "a", " ", "\n"]), max_size=8))
+@given(
+    st.lists(
+        st.sampled_from(["<think>", "</think>", BOS, EOS, "<｜User｜>", "<", "｜", ">", "a", " ", "\n"]), max_size=8
+    )
+)
 @settings(max_examples=60, deadline=None)
 def test_any_mixture_stays_text(parts: list[str]) -> None:
     text = "".join(parts)
@@ -265,7 +281,9 @@ def test_the_time_a_template_sees_is_given() -> None:
 
 
 def test_developer_messages_are_system_messages_to_a_template_that_has_no_such_role() -> None:
-    as_developer = TINY.chat(chat([{"role": "developer", "content": "D"}, {"role": "user", "content": "u"}]), time_unix_s=0)
+    as_developer = TINY.chat(
+        chat([{"role": "developer", "content": "D"}, {"role": "user", "content": "u"}]), time_unix_s=0
+    )
     assert as_developer.text == f"{BOS}D<｜User｜>u<｜Assistant｜>"
 
 

@@ -1,0 +1,575 @@
+"""The tokenizer service over real gRPC, with a scheduler that answers scripted tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from rorqual.core.config import TokenizerConfig
+from rorqual.core.errors import QueueFullError
+from rorqual.core.token_ids import pack_token_ids, unpack_token_ids
+from rorqual.rpc.channel import open_channel
+from rorqual.rpc.status import from_rpc_error
+from rorqual.v1 import common_pb2, generation_pb2, text_pb2, text_pb2_grpc
+from services.tokenizer.app import TokenizerApp
+from services.tokenizer.decoder import decode_all
+from tests.support.scripted_scheduler import Script, ScriptedScheduler
+from tests.support.vocabularies import TINY_FOLDER, tiny, v4, v4_folder
+
+EOS = 1
+V4_TEMPLATE = "{{ bos_token }}{% for m in messages %}<｜User｜>{{ m.content }}<｜Assistant｜>{% endfor %}{% if thinking %}<think>{% endif %}"
+
+
+@dataclass
+class Stack:
+    scheduler: ScriptedScheduler
+    app: TokenizerApp
+    stub: text_pb2_grpc.TextServiceStub
+    channel: grpc.aio.Channel
+    port: int
+
+
+@asynccontextmanager
+async def serving(
+    script: Callable[[generation_pb2.GenerateRequest], Script],
+    *,
+    model: Path = TINY_FOLDER,
+    exporter: InMemorySpanExporter | None = None,
+    peer_timeout_s: float = 10.0,
+    scheduler: ScriptedScheduler | None = None,
+    **config: Any,
+) -> AsyncIterator[Stack]:
+    """A tokenizer before a scripted scheduler; serving by the time it is given."""
+    vocab_size = 129_280 if model == v4_folder() else 8192
+    scheduler = scheduler or ScriptedScheduler(script, vocab_size=vocab_size)
+    port = await scheduler.start()
+    app = TokenizerApp(
+        TokenizerConfig(
+            listen="127.0.0.1:0",
+            scheduler=f"127.0.0.1:{port}",
+            model=str(model),
+            peer_timeout_s=peer_timeout_s,
+            **config,
+        ),
+        span_exporter=exporter,
+    )
+    text_port = await app.start()
+    channel = open_channel(f"127.0.0.1:{text_port}")
+    try:
+        await wait_for_health(channel, serving=True)
+        yield Stack(scheduler, app, text_pb2_grpc.TextServiceStub(channel), channel, text_port)
+    finally:
+        await channel.close()
+        await app.stop(0)
+        await scheduler.stop()
+
+
+async def wait_for_health(channel: grpc.aio.Channel, *, serving: bool, timeout_s: float = 10.0) -> None:
+    wanted = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+    health = health_pb2_grpc.HealthStub(channel)
+    request = health_pb2.HealthCheckRequest(service="rorqual.v1.TextService")
+    async with asyncio.timeout(timeout_s):
+        while (await health.Check(request, wait_for_ready=True)).status != wanted:
+            await asyncio.sleep(0.02)
+
+
+@dataclass
+class Heard:
+    """A request's events, gathered."""
+
+    accepted: text_pb2.Accepted = field(default_factory=text_pb2.Accepted)
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    content: dict[int, str] = field(default_factory=dict)
+    reasoning: dict[int, str] = field(default_factory=dict)
+    deltas: list[str] = field(default_factory=list)
+    logprobs: list[text_pb2.TokenLogprobText] = field(default_factory=list)
+    echo: list[text_pb2.PromptEcho] = field(default_factory=list)
+    finished: dict[int, text_pb2.ChoiceFinished] = field(default_factory=dict)
+    usage: text_pb2.Usage = field(default_factory=text_pb2.Usage)
+    kinds: list[str | None] = field(default_factory=list)
+
+    def add(self, events: Iterable[text_pb2.TextEvent]) -> None:
+        for event in events:
+            kind = event.WhichOneof("event")
+            self.kinds.append(kind)
+            index = event.choice_index
+            assert index not in self.finished or kind == "usage", "an event after the choice's end"
+            self.token_ids.setdefault(index, []).extend(unpack_token_ids(event.token_ids))
+            self.logprobs.extend(event.logprobs)
+            if kind == "accepted":
+                self.accepted.CopyFrom(event.accepted)
+            elif kind in ("content", "reasoning"):
+                text = getattr(event, kind)
+                texts = getattr(self, kind)
+                texts[index] = texts.get(index, "") + text
+                self.deltas.append(text)
+            elif kind == "echo":
+                self.echo.append(event.echo)
+            elif kind == "finished":
+                self.finished[index] = event.finished
+            elif kind == "usage":
+                self.usage.CopyFrom(event.usage)
+
+
+async def hear(call: Any, heard: Heard | None = None) -> Heard:
+    heard = heard or Heard()
+    while (response := await call.read()) is not grpc.aio.EOF:
+        heard.add(response.events)
+    return heard
+
+
+def chat(content: str = "hello", **options: Any) -> text_pb2.ChatRequest:
+    return text_pb2.ChatRequest(
+        options=text_pb2.TextOptions(**options), messages=[text_pb2.ChatMessage(role="user", content=content)]
+    )
+
+
+def complete(text: str = "Once upon", *, echo: bool = False, **options: Any) -> text_pb2.CompleteRequest:
+    return text_pb2.CompleteRequest(options=text_pb2.TextOptions(**options), text=text, echo=echo)
+
+
+def steps(token_ids: Sequence[int], size: int = 1) -> Script:
+    return Script([token_ids[n : n + size] for n in range(0, len(token_ids), size)])
+
+
+def pieces(texts: Sequence[str]) -> Script:
+    """One step for each text, which must be a single token or several."""
+    return Script([tiny().encode(text) for text in texts])
+
+
+async def test_a_chat_from_first_event_to_usage() -> None:
+    ids = [*tiny().encode("Hello there, friend."), EOS]
+    script = Script([ids[:2], ids[2:]], num_cached_tokens=3, queue_time_us=42)
+    async with serving(lambda request: script) as stack:
+        heard = await hear(stack.stub.Chat(chat(request_id="r1", max_tokens=50)))
+        [sent] = stack.scheduler.seen.opened
+    assert heard.kinds[0] == "accepted"
+    assert heard.kinds[-2:] == ["finished", "usage"]
+    assert heard.content == {0: "Hello there, friend."}
+    assert heard.token_ids[0] == ids
+    assert heard.finished[0].reason == common_pb2.FINISH_REASON_STOP
+    assert heard.finished[0].stop_token_id == EOS
+    assert heard.usage.num_prompt_tokens == heard.accepted.num_prompt_tokens == sent.num_prompt_tokens
+    assert (heard.usage.num_generated_tokens, heard.usage.num_cached_tokens) == (len(ids), 3)
+    assert (heard.usage.queue_time_us, heard.accepted.num_cached_tokens) == (42, 3)
+    assert heard.accepted.model == "tiny"
+    assert sent.request_id == "r1"
+    assert (sent.max_tokens, sent.attempt, sent.choice_index, sent.HasField("resume")) == (50, 0, 0, False)
+    assert sent.sampling.seed == heard.accepted.seed
+    assert list(sent.sampling.stop_token_ids) == [EOS]
+    assert sent.sampling.temperature == pytest.approx(0.6)  # generation_config.json
+
+
+@pytest.mark.parametrize(
+    ("script", "stop", "text", "reason", "counted"),
+    [
+        (["The quick br", "own", " fox", " jumps"], ["own fox"], "The quick br", "stop", 3),
+        (["The quick br", "own", " fo", "al"], ["own fox"], "The quick brown foal", "length", 4),
+        (["The quick br", "own"], ["own fox"], "The quick brown", "length", 2),
+        (["The quick br", "own", " fox", " jumps"], ["jumps", "own fox"], "The quick br", "stop", 3),
+        (["The quick br", "own", " fox", " jumps"], ["x"], "The quick brown fo", "stop", 3),
+        (["写一首", "诗。", "好"], ["。好"], "写一首诗", "stop", 3),
+    ],
+)
+@pytest.mark.parametrize("kind", ["chat", "complete"])
+async def test_stop_strings_across_tokens(
+    script: list[str], stop: list[str], text: str, reason: str, counted: int, kind: str
+) -> None:
+    async with serving(lambda request: pieces([*script, *([" and"] * 50 if reason == "stop" else [])])) as stack:
+        call = stack.stub.Chat(chat(stop=stop)) if kind == "chat" else stack.stub.Complete(complete(stop=stop))
+        heard = await hear(call)
+        num_tokens = sum(len(tiny().encode(piece)) for piece in script[:counted])
+        if reason == "stop":
+            await stack.scheduler.wait_for(lambda: not stack.scheduler.running)
+            [(_, finished_at)] = stack.scheduler.seen.finished
+            assert finished_at == heard.usage.num_generated_tokens
+    assert heard.content[0] == text
+    assert heard.kinds.count("finished") == 1
+    if reason == "stop":
+        assert heard.finished[0].reason == common_pb2.FINISH_REASON_STOP
+        assert heard.finished[0].stop_string in stop
+        assert heard.usage.num_generated_tokens <= num_tokens
+    else:
+        assert heard.finished[0].reason == common_pb2.FINISH_REASON_LENGTH
+        assert heard.usage.num_generated_tokens == num_tokens
+    assert len(heard.token_ids[0]) == heard.usage.num_generated_tokens
+
+
+async def test_the_stop_string_stays_where_asked() -> None:
+    async with serving(lambda request: pieces(["The quick br", "own", " fox", " jumps"])) as stack:
+        heard = await hear(stack.stub.Chat(chat(stop=["own fox"], include_stop_str_in_output=True)))
+    assert heard.content[0] == "The quick brown fox"
+
+
+async def test_characters_over_tokens_with_the_published_vocabulary(tmp_path: Path) -> None:
+    ids = [28927, 225, 175, 257, 109, 118, 415, 14868, EOS]
+    template = tmp_path / "t.jinja"
+    template.write_text(V4_TEMPLATE, encoding="utf-8")
+    size = 1
+    async with serving(lambda request: steps(ids, size), model=v4_folder(), chat_template=str(template)) as stack:
+        logprobs = common_pb2.SamplingParams(logprobs=1)
+        for size in (1, 2, 7, 100):
+            both = await asyncio.gather(
+                hear(stack.stub.Chat(chat())), hear(stack.stub.Complete(complete(sampling=logprobs)))
+            )
+            cut = await hear(stack.stub.Chat(chat(max_tokens=5)))
+            for heard in both:
+                assert heard.content[0] == "😀𠮷ぱ乐"
+                assert all("\ufffd" not in delta for delta in heard.deltas)
+                assert heard.token_ids[0] == ids
+            assert b"".join(entry.token_bytes for entry in both[1].logprobs).decode() == "😀𠮷ぱ乐"
+            assert [entry.token_id for entry in both[1].logprobs] == ids
+            assert both[1].logprobs[0].top[0].token_id == 28927
+            assert cut.content[0] == decode_all(v4().plain_text, ids[:5]) == "😀\ufffd"
+            assert cut.finished[0].reason == common_pb2.FINISH_REASON_LENGTH
+
+
+async def test_reasoning_that_the_prompt_or_the_model_opens(tmp_path: Path) -> None:
+    template = tmp_path / "t.jinja"
+    template.write_text(V4_TEMPLATE, encoding="utf-8")
+    said = {"open": "<think>\nAdd them.\n</think>\n\n4", "opened": "Add them.</think>4", "none": "4"}
+    answer = "open"
+
+    def script(request: generation_pb2.GenerateRequest) -> Script:
+        return steps([*v4().encode(said[answer]), EOS])
+
+    async with serving(script, model=v4_folder(), chat_template=str(template)) as stack:
+        opened_by_model = await hear(stack.stub.Chat(chat()))
+        answer = "opened"
+        request = chat("what is <think>?")
+        request.chat_template_kwargs_json = '{"thinking": true}'
+        opened_by_prompt = await hear(stack.stub.Chat(request))
+        answer = "none"
+        without = await hear(stack.stub.Chat(chat("what is <think>?")))
+    for heard in (opened_by_model, opened_by_prompt):
+        assert heard.reasoning[0] == "Add them."
+        assert heard.content[0] == "4"
+        assert heard.usage.num_reasoning_tokens > 0
+    assert (without.reasoning, without.content, without.usage.num_reasoning_tokens) == ({}, {0: "4"}, 0)
+
+
+async def test_n_choices_share_the_request_and_count_the_prompt_once() -> None:
+    def script(request: generation_pb2.GenerateRequest) -> Script:
+        return steps([*tiny().encode("abc" * (request.choice_index + 1)), EOS])
+
+    async with serving(script) as stack:
+        heard = await hear(stack.stub.Chat(chat(num_choices=3, request_id="r")))
+        opened = stack.scheduler.seen.opened
+    assert heard.content == {0: "abc", 1: "abcabc", 2: "abcabcabc"}
+    assert {(o.request_id, o.choice_index, o.num_choices) for o in opened} == {("r", n, 3) for n in range(3)}
+    assert len({o.sampling.seed for o in opened}) == 1
+    assert heard.usage.num_prompt_tokens == opened[0].num_prompt_tokens
+    assert heard.usage.num_generated_tokens == sum(len(ids) for ids in heard.token_ids.values())
+    assert heard.kinds.count("usage") == heard.kinds.count("accepted") == 1
+
+
+async def test_echo_and_prompt_logprobs() -> None:
+    async with serving(lambda request: steps(tiny().encode(" a time there was"))) as stack:
+        plain = await hear(stack.stub.Complete(complete(echo=True, max_tokens=2)))
+        sampling = common_pb2.SamplingParams(logprobs=1, prompt_logprobs=1)
+        scored = await hear(stack.stub.Complete(complete(echo=True, max_tokens=0, sampling=sampling)))
+        nothing = await hear(stack.stub.Complete(complete(echo=True, max_tokens=0)))
+        num_opened = len(stack.scheduler.seen.opened)
+        await stack.scheduler.wait_for(lambda: not stack.scheduler.running)
+    prompt_ids = tiny().encode_prompt("Once upon")
+    assert plain.kinds[:2] == ["accepted", "echo"]
+    assert plain.echo[0].text == "Once upon"
+    assert list(unpack_token_ids(plain.echo[0].token_ids)) == prompt_ids
+    assert plain.usage.num_generated_tokens == 2
+    assert [entry.token_id for entry in scored.echo[0].logprobs] == prompt_ids
+    assert [entry.HasField("logprob") for entry in scored.echo[0].logprobs] == [False] + [True] * (len(prompt_ids) - 1)
+    assert scored.usage.num_generated_tokens == 0
+    assert scored.content == {}
+    assert scored.finished[0].reason == common_pb2.FINISH_REASON_LENGTH
+    assert nothing.echo[0].text == "Once upon"
+    assert num_opened == 2  # nothing was asked of the scheduler for the last
+
+
+async def test_logprobs_are_finite_and_one_a_token() -> None:
+    def script(request: generation_pb2.GenerateRequest) -> Script:
+        return Script(
+            [tiny().encode("abc"), [EOS]],
+            logprob=lambda token_id: common_pb2.TokenLogprobs(
+                token_id=token_id, logprob=-1.0, top_token_ids=pack_token_ids([5]), top_logprobs=[float("-inf")]
+            ),
+        )
+
+    async with serving(script) as stack:
+        heard = await hear(stack.stub.Chat(chat(sampling=common_pb2.SamplingParams(logprobs=1))))
+    assert len(heard.logprobs) == heard.usage.num_generated_tokens
+    assert {entry.top[0].logprob for entry in heard.logprobs} == {-9999.0}
+    assert heard.logprobs[-1].token == "<｜end▁of▁sentence｜>"
+    assert heard.logprobs[-1].token_bytes == b""
+
+
+async def test_a_lost_scheduler_is_not_noticed() -> None:
+    ids = [*tiny().encode("The quick brown fox jumps over the lazy dog, again and again."), EOS]
+    async with serving(lambda request: steps(ids)) as stack:
+        scheduler = stack.scheduler
+        await scheduler.pause(after_steps=5)
+        calls = [
+            stack.stub.Chat(chat(request_id=f"r{n}", stop=["never said"], num_choices=2, time_left_us=60_000_000))
+            for n in range(3)
+        ]
+        hearing = [asyncio.create_task(hear(call)) for call in calls]
+        await scheduler.wait_for(
+            lambda: all(r.sent >= 2 for r in scheduler.running.values()) and len(scheduler.running) == 6
+        )
+        first = list(scheduler.seen.opened)
+        await scheduler.lose()  # the stream breaks, the server stays
+        await scheduler.wait_for(lambda: len(scheduler.seen.opened) == 12)
+        await scheduler.stop()  # a crash
+        await wait_for_health(stack.channel, serving=False)
+        num_opened = len(scheduler.seen.opened)
+        await scheduler.pause(after_steps=3)
+        await scheduler.start()
+        await scheduler.wait_for(lambda: len(scheduler.seen.opened) >= num_opened + 6)
+        await scheduler.go_on()
+        heards = await asyncio.gather(*hearing)
+        opened = scheduler.seen.opened
+        await wait_for_health(stack.channel, serving=True)
+    for heard in heards:
+        assert heard.content == {0: tiny_text(ids), 1: tiny_text(ids)}
+        assert heard.token_ids == {0: ids, 1: ids}
+        assert heard.kinds.count("accepted") == heard.kinds.count("usage") == 1
+        assert heard.usage.num_generated_tokens == 2 * len(ids)
+    for before in first:
+        again = [o for o in opened if (o.request_id, o.choice_index) == (before.request_id, before.choice_index)]
+        assert [o.attempt for o in again] == list(range(len(again)))
+        assert len(again) >= 3
+        assert all(o.HasField("resume") for o in again[1:])
+        assert all(o.sampling == before.sampling for o in again)
+        assert all(o.token_ids.startswith(before.token_ids) for o in again)
+        assert all(o.time_left_us < before.time_left_us for o in again[1:])
+        assert len(again[-1].token_ids) >= len(again[1].token_ids) > len(before.token_ids)
+
+
+def tiny_text(token_ids: Sequence[int]) -> str:
+    return decode_all(tiny().plain_text, token_ids)
+
+
+async def test_a_scheduler_that_stays_away_is_said_to() -> None:
+    async with serving(lambda request: steps(tiny().encode("abc") * 50), peer_timeout_s=1.5) as stack:
+        await stack.scheduler.pause(after_steps=2)
+        call = stack.stub.Chat(chat())
+        heard = Heard()
+        response = await call.read()
+        heard.add(response.events)
+        await stack.scheduler.stop()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await hear(call, heard)
+        await wait_for_health(stack.channel, serving=False)
+    error = from_rpc_error(caught.value)
+    assert (caught.value.code(), error.reason) == (grpc.StatusCode.UNAVAILABLE, "SCHEDULER_UNAVAILABLE")
+
+
+async def test_a_silent_scheduler_counts_as_lost() -> None:
+    async with serving(lambda request: steps([*tiny().encode("abc"), EOS]), peer_timeout_s=1.2) as stack:
+        stack.scheduler.silent = True
+        await stack.scheduler.pause()
+        hearing = asyncio.create_task(hear(stack.stub.Chat(chat())))
+        await stack.scheduler.wait_for(lambda: len(stack.scheduler.seen.opened) == 2)
+        stack.scheduler.silent = False
+        await stack.scheduler.go_on()
+        assert (await hearing).content[0] == "abc"
+
+
+@pytest.mark.parametrize("stop", [(), ("fox j", "no such")])
+async def test_a_resume_at_every_token_joins_without_a_seam(stop: tuple[str, ...]) -> None:
+    ids = [*tiny().encode("<think>hm 𠮷</think> The quick 𠮷 brown fox jumps."), EOS]
+    async with serving(lambda request: steps(ids)) as stack:
+        whole = await hear(stack.stub.Chat(chat(stop=stop, request_id="r")))
+        num_tokens = len(whole.token_ids[0])
+        for k in range(num_tokens + 1):
+            # What a caller holds that lost its stream after k tokens.
+            await stack.scheduler.pause(after_steps=k)
+            call = stack.stub.Chat(chat(stop=stop, sampling=common_pb2.SamplingParams(seed=whole.accepted.seed)))
+            heard = Heard()
+            while len(heard.token_ids.get(0, [])) < k:
+                heard.add((await call.read()).events)
+            call.cancel()
+            await stack.scheduler.go_on()
+            request = chat(stop=stop, request_id="r", attempt=1)
+            resume = request.options.resume
+            resume.num_prompt_tokens = whole.accepted.num_prompt_tokens
+            resume.prompt_digest = whole.accepted.prompt_digest
+            resume.seed = whole.accepted.seed
+            resume.template_time_unix_s = whole.accepted.template_time_unix_s
+            if k:
+                resume.choices.add(choice_index=0, token_ids=pack_token_ids(heard.token_ids[0]))
+            num_opened = len(stack.scheduler.seen.opened)
+            heard.finished.clear()
+            await hear(stack.stub.Chat(request), heard)
+            if k == num_tokens:
+                assert len(stack.scheduler.seen.opened) == num_opened  # answered, never continued
+            else:
+                assert stack.scheduler.seen.opened[-1].attempt == 1 << 16
+                assert stack.scheduler.seen.opened[-1].sampling.seed == whole.accepted.seed
+            assert (heard.content, heard.reasoning) == (whole.content, whole.reasoning), k
+            assert heard.token_ids == whole.token_ids
+            assert heard.finished == whole.finished
+            assert heard.usage.num_generated_tokens == whole.usage.num_generated_tokens
+            assert heard.usage.num_reasoning_tokens == whole.usage.num_reasoning_tokens
+
+
+async def test_a_resume_of_another_prompt_is_refused() -> None:
+    async with serving(lambda request: steps([EOS])) as stack:
+        first = await hear(stack.stub.Chat(chat("one")))
+        request = chat("two")
+        request.options.resume.num_prompt_tokens = first.accepted.num_prompt_tokens
+        request.options.resume.prompt_digest = first.accepted.prompt_digest
+        error = await failure(stack.stub.Chat(request))
+        bad = chat("one")
+        bad.options.resume.CopyFrom(request.options.resume)
+        bad.options.resume.choices.add(choice_index=1)
+        assert (await failure(stack.stub.Chat(bad))).reason == "INVALID_RESUME"
+    assert error.reason == "PROMPT_DIGEST_MISMATCH"
+
+
+async def failure(call: Any) -> Any:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await hear(call)
+    return from_rpc_error(caught.value)
+
+
+async def test_refusals_name_the_field() -> None:
+    async with serving(lambda request: steps([EOS])) as stack:
+        stub = stack.stub
+        for call, reason, where in (
+            (stub.Chat(text_pb2.ChatRequest()), "INVALID_MESSAGES", "messages"),
+            (stub.Chat(chat(sampling=common_pb2.SamplingParams(top_p=2.0))), "INVALID_SAMPLING", "sampling.top_p"),
+            (stub.Chat(chat(stop=[""])), "INVALID_STOP", "stop[0]"),
+            (stub.Chat(chat(model="other")), "MODEL_NOT_FOUND", "model"),
+            (stub.Chat(chat("word " * 5000)), "PROMPT_TOO_LONG", "messages"),
+            (
+                stub.Complete(text_pb2.CompleteRequest(token_ids=pack_token_ids([8192]))),
+                "TOKEN_OUT_OF_RANGE",
+                "prompt",
+            ),
+            (stub.Complete(text_pb2.CompleteRequest(token_ids=b"")), "EMPTY_PROMPT", "prompt"),
+        ):
+            error = await failure(call)
+            assert (error.reason, error.field) == (reason, where)
+        assert not stack.scheduler.seen.opened
+        assert {"num_prompt_tokens", "max_model_len"} <= set((await failure(stub.Chat(chat("word " * 5000)))).metadata)
+
+
+async def test_an_error_of_the_scheduler_reaches_the_caller() -> None:
+    async with serving(
+        lambda request: Script([], error=QueueFullError("the queue is full", metadata={"len": "9"}))
+    ) as stack:
+        error = await failure(stack.stub.Chat(chat(num_choices=2)))
+    assert isinstance(error, QueueFullError)
+    assert (error.message, error.metadata) == ("the queue is full", {"len": "9"})
+
+
+async def test_a_disconnect_cancels_down_to_the_scheduler() -> None:
+    async with serving(lambda request: steps(tiny().encode("abc") * 500)) as stack:
+        scheduler = stack.scheduler
+        await scheduler.pause(after_steps=2)
+        call = stack.stub.Chat(chat(request_id="gone", num_choices=2))
+        await call.read()
+        call.cancel()
+        await scheduler.wait_for(lambda: scheduler.seen.cancelled == ["gone", "gone"])
+        assert not scheduler.running
+        other = open_channel(f"127.0.0.1:{stack.port}")
+        call = text_pb2_grpc.TextServiceStub(other).Chat(chat(request_id="cut"))
+        await scheduler.wait_for(lambda: bool(scheduler.running))
+        await other.close()
+        await scheduler.wait_for(lambda: "cut" in scheduler.seen.cancelled)
+
+
+async def test_deadlines() -> None:
+    async with serving(lambda request: steps(tiny().encode("abc") * 500)) as stack:
+        await stack.scheduler.pause(after_steps=1)
+        error = await failure(stack.stub.Chat(chat(time_left_us=300_000, request_id="late")))
+        assert error.reason == "DEADLINE_EXCEEDED"
+        [sent] = stack.scheduler.seen.opened
+        assert 0 < sent.time_left_us <= 300_000
+        await stack.scheduler.wait_for(lambda: stack.scheduler.seen.cancelled == ["late"])
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await hear(stack.stub.Chat(chat(request_id="late too"), timeout=0.3))
+        assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        await stack.scheduler.wait_for(lambda: "late too" in stack.scheduler.seen.cancelled)
+        assert 0 < stack.scheduler.seen.opened[-1].time_left_us <= 300_000
+
+
+async def test_tokenize_detokenize_and_render() -> None:
+    async with serving(lambda request: steps([EOS])) as stack:
+        stub = stack.stub
+        tokenized = await stub.Tokenize(text_pb2.TokenizeRequest(text="Hello 诗", return_token_strings=True))
+        plain = await stub.Tokenize(text_pb2.TokenizeRequest(text="Hello 诗", add_special_tokens=False))
+        ids = list(unpack_token_ids(tokenized.token_ids))
+        assert ids == [0, *unpack_token_ids(plain.token_ids)]
+        assert tokenized.token_strings[0] == "<｜begin▁of▁sentence｜>"
+        assert tokenized.max_model_len == 4096
+        detokenize = text_pb2.DetokenizeRequest
+        whole = await stub.Detokenize(detokenize(token_ids=tokenized.token_ids))
+        assert whole.text == "<｜begin▁of▁sentence｜>Hello 诗"
+        assert (
+            await stub.Detokenize(detokenize(token_ids=tokenized.token_ids, skip_special_tokens=True))
+        ).text == "Hello 诗"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Detokenize(detokenize(token_ids=pack_token_ids([8192])))
+        assert from_rpc_error(caught.value).reason == "TOKEN_OUT_OF_RANGE"
+        rendered = await stub.RenderChat(text_pb2.RenderChatRequest(chat=chat("<think>")))
+        assert rendered.text == "<｜begin▁of▁sentence｜><｜User｜><think><｜Assistant｜>"
+        as_chat = await stub.Tokenize(text_pb2.TokenizeRequest(chat=chat("<think>")))
+        assert as_chat.token_ids == rendered.token_ids
+        await hear(stub.Chat(chat("<think>")))
+        assert stack.scheduler.seen.opened[-1].token_ids == rendered.token_ids
+        [model] = (await stub.ListModels(text_pb2.ListModelsRequest())).models
+        assert (model.name, model.max_model_len, model.vocab_size) == ("tiny", 4096, 8192)
+
+
+async def test_health_follows_the_scheduler_and_its_executor() -> None:
+    scheduler = ScriptedScheduler(lambda request: steps([EOS]))
+    async with serving(scheduler.script, scheduler=scheduler) as stack:
+        model, scheduler.model = scheduler.model, None
+        await wait_for_health(stack.channel, serving=False)
+        scheduler.model = model
+        await wait_for_health(stack.channel, serving=True)
+
+
+async def test_a_model_of_another_vocabulary_is_refused_with_both_figures() -> None:
+    scheduler = ScriptedScheduler(lambda request: steps([EOS]))
+    async with serving(scheduler.script, scheduler=scheduler) as stack:
+        assert scheduler.model is not None
+        scheduler.model.vocab_size = 4096
+        await wait_for_health(stack.channel, serving=False)
+        error = await failure(stack.stub.Chat(chat()))
+    assert error.reason == "VOCABULARY_MISMATCH"
+    assert error.metadata == {"tokenizer_vocab_size": "8192", "model_vocab_size": "4096"}
+
+
+async def test_spans_of_a_request() -> None:
+    exporter = InMemorySpanExporter()
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    async with serving(lambda request: steps([*tiny().encode("abc"), EOS]), exporter=exporter) as stack:
+        await hear(stack.stub.Chat(chat(request_id="r", trace=common_pb2.TraceContext(traceparent=parent))))
+        await hear(stack.stub.Complete(complete(), metadata=(("traceparent", parent),)))
+        await failure(stack.stub.Chat(chat(stop=[""])))
+        sent = stack.scheduler.seen.opened[0].trace.traceparent
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    roots = [s for s in exporter.get_finished_spans() if s.name in ("tokenizer.chat", "tokenizer.complete")]
+    chat_span = next(s for s in roots if s.attributes and s.attributes["rorqual.request_id"] == "r")
+    assert chat_span.context is not None
+    assert chat_span.parent is not None
+    assert f"{chat_span.parent.span_id:016x}" == "b7ad6b7169203331"
+    assert sent == f"00-0af7651916cd43dd8448eb211c80319c-{chat_span.context.span_id:016x}-01"
+    assert {"tokenizer.render", "tokenizer.encode", "tokenizer.chat", "tokenizer.complete"} <= set(spans)
+    assert spans["tokenizer.complete"].context is not None
+    assert f"{spans['tokenizer.complete'].context.trace_id:032x}" == "0af7651916cd43dd8448eb211c80319c"
+    assert chat_span.attributes is not None
+    assert chat_span.attributes["gen_ai.usage.output_tokens"] == len(tiny().encode("abc")) + 1
+    assert [s.status.description for s in roots].count("INVALID_STOP") == 1
+    assert all("hello" not in str(span.attributes) for span in exporter.get_finished_spans())
