@@ -118,11 +118,15 @@ class BlockPool:
     def adopt(self, blocks: Iterable[tuple[int, bytes]]) -> int:
         """Take in blocks that an executor already holds, least recently used first; returns how many.
 
-        Only for a pool that has handed out nothing. Unknown ids and second copies are left blank.
+        Only for a pool that has handed out nothing. Of two copies the one used later is kept; unknown ids are not.
         """
         taken: OrderedDict[int, None] = OrderedDict()
         for block_id, block_hash in blocks:
-            if 0 <= block_id < self.num_blocks and block_id not in taken and block_hash not in self._by_hash:
+            if 0 <= block_id < self.num_blocks and block_id not in taken:
+                copy = self._by_hash.get(block_hash)
+                if copy is not None:
+                    self._forget(copy)
+                    del taken[copy]
                 self._hashes[block_id] = block_hash
                 self._by_hash[block_hash] = block_id
                 taken[block_id] = None

@@ -235,12 +235,13 @@ async def test_what_can_never_be_served_is_refused(stack: Stack) -> None:
 
 async def test_deadline_ends_running_and_waiting_requests(stack: Stack) -> None:
     await stack.executor(step_time_s=0.01, max_num_seqs=1)
-    running, waiting = await asyncio.gather(
-        refusal(stack.stub.Generate(request(max_tokens=10_000, time_left_us=200_000))),
-        refusal(stack.stub.Generate(request(max_tokens=10_000, time_left_us=100_000, seed=2))),
-    )
+    first = asyncio.create_task(refusal(stack.stub.Generate(request(max_tokens=10_000, time_left_us=500_000))))
+    await stack.until(lambda i: i.num_running == 1)
+    waiting = await refusal(stack.stub.Generate(request(max_tokens=10_000, time_left_us=100_000, seed=2)))
+    running = await first
     assert running.reason == waiting.reason == "DEADLINE_EXCEEDED"
     assert "in the queue" in waiting.message
+    assert "tokens generated" in running.message
     await stack.all_blocks_return()
 
 

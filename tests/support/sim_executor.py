@@ -108,6 +108,7 @@ class _Step:
     paused: list[int] = field(default_factory=list)
     prompt_logprobs: dict[int, list[common_pb2.TokenLogprobs]] = field(default_factory=dict)
     wants_logprobs: set[int] = field(default_factory=set)
+    faults: dict[int, str] = field(default_factory=dict)
 
 
 class SimExecutor:
@@ -122,6 +123,7 @@ class SimExecutor:
         self._users: Counter[int] = Counter()  # block id -> tables of live sequences it is in
         self._chunks: deque[executor_pb2.Prefill] = deque()
         self._unreported: deque[_Step] = deque()
+        self._distrusted: set[int] = set()  # a fault took their labels; an order on its way may still share them
         self._last_used: dict[int, int] = {}
         self._time = 0
         self._used_seq_ids: set[int] = set()
@@ -227,7 +229,7 @@ class SimExecutor:
         table = list(unpack_token_ids(admit.block_tables[0].block_ids))
         num_cached = admit.num_cached_tokens // BLOCK_SIZE
         for block_id in table[:num_cached]:
-            if block_id not in self.labels:
+            if block_id not in self.labels and block_id not in self._distrusted:
                 raise ContractError(f"block {block_id} is shared but has no label")
         if len(table) * BLOCK_SIZE < admit.num_tokens or admit.limit > len(table) * BLOCK_SIZE:
             raise ContractError("the table does not hold the history, or the limit passes it")
@@ -252,6 +254,7 @@ class SimExecutor:
         if self._users[block_id]:
             raise ContractError(f"block {block_id} is handed out for writing while a sequence uses it")
         self._users[block_id] = 1
+        self._distrusted.discard(block_id)
         self.labels.pop(block_id, None)
         self._kv[block_id][:] = POISON * BLOCK_SIZE
 
@@ -405,6 +408,16 @@ class SimExecutor:
         if seq_id in step.finish:
             self._retire(seq_id)
 
+    def fault(self, seq_id: int, message: str) -> None:
+        """End a sequence by a numerical fault: the labels of the blocks it wrote are forgotten."""
+        seq = self.sequences[seq_id]
+        for block_id in seq.table[seq.admit.num_cached_tokens // BLOCK_SIZE :]:
+            if self.labels.pop(block_id, None) is not None:
+                self._distrusted.add(block_id)
+        self._retire(seq_id)
+        self._step_id += 1
+        self._unreported.append(_Step(self._step_id, self._last_batch_id, faults={seq_id: message}))
+
     # -- reports --------------------------------------------------------------------------------------
 
     def report(self, max_steps: int | None = None) -> executor_pb2.Report | None:
@@ -421,6 +434,7 @@ class SimExecutor:
         paused: list[int] = []
         prompt_logprobs: dict[int, list[common_pb2.TokenLogprobs]] = {}
         wants: set[int] = set()
+        faults: dict[int, str] = {}
         for step in steps:
             for seq_id, new in step.tokens.items():
                 tokens.setdefault(seq_id, []).extend(new)
@@ -428,6 +442,7 @@ class SimExecutor:
             computed.update(step.computed)
             paused += step.paused
             wants |= step.wants_logprobs
+            faults.update(step.faults)
             for seq_id, entries in step.prompt_logprobs.items():
                 prompt_logprobs.setdefault(seq_id, []).extend(entries)
         self._acknowledged = max(self._acknowledged, steps[-1].last_batch_id)
@@ -449,6 +464,7 @@ class SimExecutor:
                 )
                 for seq_id in sorted(wants | prompt_logprobs.keys())
             ],
+            faults=[executor_pb2.SequenceFault(seq_id=i, message=text) for i, text in faults.items()],
             num_steps=len(steps),
             step_time_us=1000 * len(steps),
         )

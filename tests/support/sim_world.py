@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from rorqual.core.errors import (
     CapacityError,
     DeadlineExceededError,
+    NumericalFaultError,
     PromptTooLongError,
     QueueFullError,
     RorqualError,
@@ -80,7 +81,7 @@ class World:
         self._num_attempts = 0
         self._expected: dict[bytes, tuple[list[int], int]] = {}
         self._prefixes = [
-            [rng.randrange(vocab_size) for _ in range(length)] for length in (64, 130, 200, 320)
+            [rng.randrange(vocab_size) for _ in range(length)] for length in (64, 100, 130, 200)
         ]  # what prompts have in common
 
     # -- actions --------------------------------------------------------------------------------------
@@ -111,7 +112,7 @@ class World:
         prompt = prompt or [1]
         num_choices = rng.choice((1, 1, 1, 1, 3))
         sampling = common_pb2.SamplingParams(seed=rng.randrange(4))
-        if rng.random() < 0.7:
+        if rng.random() < 0.4:
             sampling.stop_token_ids.extend({rng.randrange(self.vocab_size), rng.randrange(self.vocab_size)})
         if rng.random() < 0.3:
             sampling.min_tokens = rng.randrange(20)
@@ -127,11 +128,11 @@ class World:
             num_prompt_tokens=len(prompt),
             sampling=sampling,
             num_choices=num_choices,
-            priority=rng.choice((0, 0, 0, 0, -1, 1)),
+            priority=rng.choice((0, 0, 0, 0, 0, 0, -1, 1)),
             cache_salt=rng.choice(("", "", "", "salt")),
         )
         if rng.random() < 0.9:
-            proto.max_tokens = max(sampling.min_tokens, rng.choice((0, 1, 2, 30, 64, 100, 200)))
+            proto.max_tokens = max(sampling.min_tokens, rng.choice((0, 1, 2, 30, 64, 100, 200, 400)))
         if rng.random() < 0.1:
             proto.time_left_us = rng.randrange(1, 400_000)
         clients = []
@@ -319,19 +320,19 @@ class World:
             assert self.core.model is not None
             assert client.proto.num_prompt_tokens >= self.core.model.max_model_len
         else:
-            assert isinstance(error, (SupersededError, CapacityError)), f"unexpected {error!r}"
+            assert isinstance(error, (SupersededError, CapacityError, NumericalFaultError)), f"unexpected {error!r}"
 
 
 def random_config(rng: random.Random) -> SimConfig:
     """A small executor: memory and queues that are soon full."""
-    max_num_seqs = rng.choice((1, 2, 4, 8))
+    max_num_seqs = rng.choice((1, 3, 8, 16))
     num_draft_tokens = rng.choice((0, 0, 1, 3))
     return SimConfig(
-        num_blocks=rng.choice((6, 9, 12, 20, 60)),
+        num_blocks=rng.choice((6, 9, 12, 16, 24, 60)),
         max_num_seqs=max_num_seqs,
         num_draft_tokens=num_draft_tokens,
         max_num_batched_tokens=max_num_seqs * (1 + num_draft_tokens) + rng.choice((64, 65, 130, 300)),
-        max_model_len=rng.choice((300, 700)),
+        max_model_len=rng.choice((350, 700)),
         vocab_size=97,
     )
 
@@ -342,36 +343,41 @@ def random_action(world: World, spare: list[SimExecutor]) -> None:
     dice = rng.random()
     links = list(world.links.values())
     live = list(world.live.values())
-    if links and dice < 0.72:
+    if links and dice < 0.80:
         link = rng.choice(links)
         action = rng.random()
-        if action < 0.25:
+        if action < 0.2:
             world.send(link)
-        elif action < 0.45:
+        elif action < 0.4:
             world.apply(link)
-        elif action < 0.75:
-            world.step(link)
+        elif action < 0.7:
+            for _ in range(rng.choice((1, 1, 5, 20))):
+                world.step(link)
         else:
-            world.report(link, rng.choice((1, 1, 2, 5, None)))
+            world.report(link, rng.choice((1, 5, 20, None)))
     elif dice < 0.88:
-        if len(live) < 30:
+        if len(live) < 25:
             world.open_random()
     elif dice < 0.91:
         if live:
             world.cancel(rng.choice(live))
-    elif dice < 0.93:
+    elif dice < 0.92:
         if live:
             client = rng.choice(live)
             world.finish_early(client, rng.randrange(len(client.tokens) + 1))
-    elif dice < 0.96:
+    elif dice < 0.95:
         ended = list(world.clients.values())[-40:]
         candidates = [c for c in ended if c.started and not c.error and len(c.proto.token_ids) < 4 * 600]
         if candidates:
             client = rng.choice(candidates)
             world.resume(client, rng.choice((len(client.tokens), rng.randrange(len(client.tokens) + 1))))
-    elif dice < 0.98:
+    elif dice < 0.975:
         world.pass_time(rng.choice((0.0, 0.01, 0.3)))
-    elif dice < 0.99:
+    elif dice < 0.978:
+        if links and (sequences := rng.choice(links).sim.sequences):
+            sim = next(link.sim for link in links if link.sim.sequences is sequences)
+            sim.fault(rng.choice(list(sequences)), "a planted NaN")
+    elif dice < 0.985:
         if links:
             spare.append(world.lose(rng.choice(links), keep_cache=rng.random() < 0.7))
     elif spare:
@@ -381,7 +387,7 @@ def random_action(world: World, spare: list[SimExecutor]) -> None:
 def random_run(rng: random.Random, num_actions: int) -> World:
     """A world of one or two small executors, disturbed `num_actions` times and then left to finish."""
     config = CoreConfig(
-        max_queue_len=rng.choice((5, 1000)),
+        max_queue_len=rng.choice((10, 1000)),
         enable_prefix_caching=rng.random() < 0.9,
         max_num_seqs=rng.choice((0, 0, 3)),
     )

@@ -1,0 +1,488 @@
+"""What the scheduler core decides, one situation at a time."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from rorqual.core.errors import (
+    CapacityError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    NumericalFaultError,
+    PreconditionError,
+    QueueFullError,
+    SupersededError,
+)
+from rorqual.core.token_ids import pack_token_ids
+from rorqual.v1 import common_pb2, executor_pb2, generation_pb2
+from services.scheduler.core import CoreConfig
+from services.scheduler.events import ExecutorConnected
+from services.scheduler.orders import Admit, Drop, Extend, Label, Order, Prefill
+from services.scheduler.stream_events import FinishReason
+from services.scheduler.wire import spec_from_hello
+from tests.support.sim_executor import SimConfig, SimExecutor
+from tests.support.sim_world import Client, Link, World
+
+VOCAB = 97
+
+
+def make_world(config: CoreConfig | None = None, **sim: Any) -> tuple[World, Link]:
+    world = World(random.Random(0), config)
+    return world, world.connect(make_sim(**sim))
+
+
+def make_sim(**sim: Any) -> SimExecutor:
+    defaults = {"num_blocks": 100, "max_num_seqs": 8, "max_num_batched_tokens": 264, "max_model_len": 4096}
+    return SimExecutor(SimConfig(vocab_size=VOCAB, **{**defaults, **sim}))
+
+
+def make_proto(num_prompt: int = 100, *, start: int = 0, max_tokens: int | None = 20, **fields: Any) -> Any:
+    sampling = common_pb2.SamplingParams(**{"seed": 1, **fields.pop("sampling", {})})
+    return generation_pb2.GenerateRequest(
+        **{
+            "request_id": f"r{start}",
+            "token_ids": pack_token_ids((start + 3 * i) % VOCAB for i in range(num_prompt)),
+            "num_prompt_tokens": num_prompt,
+            "max_tokens": max_tokens,
+            "sampling": sampling,
+            **fields,
+        }
+    )
+
+
+def orders(world: World, link: Link) -> list[Order]:
+    """The next batch, which the executor gets too."""
+    taken = world.core.take_batch(link.link_id)
+    if taken is None:
+        return []
+    from services.scheduler.wire import fill_batch
+
+    batch = executor_pb2.OrderBatch()
+    fill_batch(batch, *taken)
+    link.sim.apply(batch)
+    return taken[1]
+
+
+def turn(world: World, link: Link, num_steps: int = 1) -> list[Order]:
+    """Orders out, steps, and a report of them."""
+    sent = orders(world, link)
+    for _ in range(num_steps):
+        world.step(link)
+    world.report(link)
+    return sent
+
+
+def of(kind: type, sent: list[Order]) -> list[Any]:
+    return [order for order in sent if isinstance(order, kind)]
+
+
+def test_a_request_is_admitted_computed_extended_and_labelled() -> None:
+    world, link = make_world()
+    client = world.open(make_proto(200, max_tokens=300))
+    sent = turn(world, link)
+    (admit,) = of(Admit, sent)
+    assert (admit.num_tokens, admit.num_cached_tokens, admit.max_total_tokens) == (200, 0, 500)
+    assert admit.limit == 64 * len(admit.block_tables[0]) >= 200
+    assert [(chunk.start, chunk.end) for chunk in of(Prefill, sent)] == [(0, 200)]
+    sent = turn(world, link)
+    (label,) = of(Label, sent)
+    assert len(label.block_ids) == 3, "of 200 tokens three blocks are full"
+    num_blocks, num_labels = len(admit.block_tables[0]), 3
+    while not client.ended:
+        sent = turn(world, link)
+        num_blocks += sum(len(order.block_tables[0]) for order in of(Extend, sent))
+        num_labels += sum(len(order.block_ids) for order in of(Label, sent))
+    assert num_blocks == 8, "the last token needs no slot: 499 positions"
+    assert num_labels <= 7
+    assert link.sim.num_paused_steps == 0
+
+
+def test_chunks_fit_a_step_and_end_at_block_edges() -> None:
+    world, link = make_world(max_num_batched_tokens=8 + 200)
+    world.open(make_proto(500))
+    chunks: list[Prefill] = []
+    for _ in range(6):
+        chunks += of(Prefill, turn(world, link))
+    assert [(c.start, c.end) for c in chunks] == [(0, 192), (192, 384), (384, 500)]
+
+
+def test_few_chunks_are_with_the_executor_at_a_time() -> None:
+    world, link = make_world(max_num_batched_tokens=8 + 128, max_model_len=10_000, num_blocks=1000)
+    world.open(make_proto(5000))
+    assert len(of(Prefill, orders(world, link))) == 2
+    assert orders(world, link) == []
+
+
+def test_short_prompts_do_not_wait_for_a_long_one() -> None:
+    world, link = make_world(max_num_batched_tokens=8 + 256, max_model_len=20_000, num_blocks=1000)
+    long = world.open(make_proto(10_000))
+    turn(world, link)
+    shorts = [world.open(make_proto(60, start=i, max_tokens=1)) for i in range(1, 6)]
+    for _ in range(8):
+        turn(world, link)
+    assert all(short.ended for short in shorts)
+    assert not long.tokens
+    seq = world.core._streams[long.stream_id]
+    assert seq.num_computed > 500, "nor does it wait for them"
+
+
+def test_a_follower_waits_for_the_prefix_and_computes_the_rest() -> None:
+    world, link = make_world()
+    first = world.open(make_proto(200, request_id="a"))
+    second = world.open(make_proto(200, request_id="b"))
+    assert first.started
+    assert not second.started
+    turn(world, link)
+    (admit,) = of(Admit, turn(world, link))
+    assert admit.num_cached_tokens == 192
+    world.run_to_end()
+    assert first.tokens == second.tokens
+    assert link.sim.num_computed_tokens == 208
+
+
+def test_a_follower_goes_on_alone_when_its_leader_is_cancelled() -> None:
+    world, link = make_world()
+    first = world.open(make_proto(200, request_id="a"))
+    second = world.open(make_proto(200, request_id="b"))
+    world.cancel(first)
+    assert second.started
+    world.run_to_end()
+    assert link.sim.num_computed_tokens <= 400
+
+
+def test_a_prompt_that_only_hits_leaves_a_token_to_compute() -> None:
+    world, link = make_world()
+    world.open(make_proto(128))
+    world.run_to_end()
+    world.open(make_proto(128, request_id="again"))
+    (admit,) = of(Admit, turn(world, link))
+    assert admit.num_cached_tokens == 64
+
+
+def test_generated_tokens_are_found_by_the_next_turn_of_a_chat() -> None:
+    world, link = make_world()
+    client = world.open(make_proto(100, max_tokens=100))
+    world.run_to_end()
+    prompt = client.proto.token_ids + pack_token_ids([*client.tokens, 1, 2, 3])
+    world.open(make_proto(203, request_id="next", token_ids=prompt))
+    (admit,) = of(Admit, turn(world, link))
+    assert admit.num_cached_tokens == 192
+
+
+def test_deterministic_generated_blocks_serve_a_resume_but_no_other_prompt() -> None:
+    world, link = make_world(deterministic=True)
+    client = world.open(make_proto(100, max_tokens=100))
+    world.run_to_end()
+    prompt = client.proto.token_ids + pack_token_ids(client.tokens)
+    world.open(make_proto(200, request_id="next", token_ids=prompt))
+    (admit,) = of(Admit, turn(world, link))
+    assert admit.num_cached_tokens == 64
+    world.run_to_end()
+    world.resume(client, 95)
+    (admit,) = of(Admit, turn(world, link))
+    assert admit.num_cached_tokens == 192
+
+
+def test_without_prefix_caching_only_choices_share() -> None:
+    world, link = make_world(CoreConfig(enable_prefix_caching=False))
+    for request_id in ("a", "b"):
+        for i in range(2):
+            world.open(make_proto(200, request_id=request_id, choice_index=i, num_choices=2))
+        world.run_to_end()
+    assert link.sim.num_computed_tokens == 2 * (200 + 8)
+
+
+def test_known_tokens_travel_only_with_penalties() -> None:
+    world, link = make_world()
+    world.open(make_proto(128))
+    world.run_to_end()
+    world.open(make_proto(128, request_id="b", sampling={"repetition_penalty": 1.5}))
+    world.open(make_proto(128, request_id="c"))
+    penalised, plain = of(Admit, turn(world, link))
+    assert penalised.known_token_ids == make_proto(128).token_ids[:256]
+    assert plain.known_token_ids == b""
+
+
+def test_prompt_logprobs_come_once_and_compute_the_whole_prompt() -> None:
+    world, link = make_world()
+    world.open(make_proto(200))
+    world.run_to_end()
+    client = world.open(make_proto(200, request_id="b", sampling={"prompt_logprobs": 1, "logprobs": 0}))
+    (admit,) = of(Admit, orders(world, link))
+    assert admit.num_cached_tokens == 0
+    scored = world.open(make_proto(200, request_id="c", max_tokens=0, sampling={"prompt_logprobs": 1}))
+    world.run_to_end()
+    assert client.finish is scored.finish is FinishReason.LENGTH
+    assert scored.tokens == []
+    assert scored.started
+
+
+# -- ends ---------------------------------------------------------------------------------------------
+
+
+def test_a_cancelled_sequence_gives_its_blocks_back_at_once() -> None:
+    world, link = make_world()
+    client = world.open(make_proto(200, max_tokens=500))
+    turn(world, link, 5)
+    turn(world, link, 5)
+    world.cancel(client)
+    assert client.finish is FinishReason.ABORTED
+    occupancy = world.core.occupancy()
+    assert occupancy.num_free_blocks == occupancy.num_total_blocks
+    assert len(of(Drop, orders(world, link))) == 1
+    world.step(link)
+    assert not link.sim.sequences
+
+
+def test_a_text_that_ended_early_counts_what_the_caller_says() -> None:
+    world, link = make_world()
+    client = world.open(make_proto(max_tokens=500))
+    turn(world, link, 10)
+    assert len(client.tokens) == 10
+    world.finish_early(client, 7)
+    assert (client.finish, client.num_generated) == (FinishReason.STOP, 7)
+
+
+def test_histories_that_have_ended_are_answered_at_once() -> None:
+    world, link = make_world()
+    client = world.open(make_proto(max_tokens=20))
+    world.run_to_end()
+    assert world.resume(client, 20).finish is FinishReason.LENGTH
+    stop = client.tokens[4]
+    for min_tokens, finish in ((0, FinishReason.STOP), (4, FinishReason.STOP), (5, None)):
+        proto = make_proto(request_id=f"m{min_tokens}", sampling={"stop_token_ids": [stop], "min_tokens": min_tokens})
+        proto.token_ids += pack_token_ids(client.tokens[:5])
+        assert world.open(proto).finish is finish
+    assert world.open(make_proto(request_id="nothing", max_tokens=0)).finish is FinishReason.LENGTH
+    assert len(of(Admit, orders(world, link))) == 1
+
+
+def test_a_numerical_fault_ends_one_sequence_and_its_blocks_serve_nobody() -> None:
+    world, link = make_world()
+    faulty, healthy = world.open(make_proto(200, max_tokens=100)), world.open(make_proto(200, start=1))
+    turn(world, link)
+    link.sim.fault(min(link.sim.sequences), "NaN in layer 3")
+    world.report(link)
+    assert isinstance(faulty.error, NumericalFaultError)
+    assert "layer 3" in faulty.error.message
+    world.open(make_proto(200, request_id="again"))
+    (admit,) = of(Admit, orders(world, link))
+    assert admit.num_cached_tokens == 0
+    world.run_to_end()
+    assert healthy.finish is FinishReason.LENGTH
+
+
+def test_deadlines() -> None:
+    world, link = make_world(max_num_seqs=1)
+    running = world.open(make_proto(max_tokens=1000, time_left_us=1_000_000))
+    waiting = world.open(make_proto(start=1, time_left_us=500_000))
+    late = world.open(make_proto(start=2, time_left_us=0))
+    assert isinstance(late.error, DeadlineExceededError)
+    turn(world, link)
+    assert world.core.next_deadline_s() == pytest.approx(0.5)
+    world.pass_time(0.6)
+    assert isinstance(waiting.error, DeadlineExceededError)
+    assert "in the queue" in waiting.error.message
+    world.pass_time(0.6)
+    assert isinstance(running.error, DeadlineExceededError)
+    world.run_to_end()
+
+
+# -- refusals -----------------------------------------------------------------------------------------
+
+
+def test_what_can_never_fit_is_refused_with_the_figures() -> None:
+    world, _ = make_world(num_blocks=10)
+    client = world.open(make_proto(500, max_tokens=142))
+    assert isinstance(client.error, CapacityError)
+    assert client.error.metadata == {"needed_blocks": "11", "total_blocks": "10", "block_size": "64"}
+    assert world.open(make_proto(500, start=1, max_tokens=141)).started
+
+
+def test_without_max_tokens_a_request_takes_what_fits() -> None:
+    world, link = make_world(num_blocks=4)
+    client = world.open(make_proto(100, max_tokens=None))
+    (admit,) = of(Admit, orders(world, link))
+    assert admit.max_total_tokens == 257
+    world.run_to_end()
+    assert len(client.tokens) == 157
+    refused = world.open(make_proto(300, start=1, max_tokens=None))
+    assert isinstance(refused.error, CapacityError)
+
+
+def test_a_bad_stop_token_or_bias_is_named() -> None:
+    world, _ = make_world()
+    world._check_error = lambda _client: None  # type: ignore[method-assign]
+    for field, sampling in (
+        ("sampling.stop_token_ids", {"stop_token_ids": [VOCAB]}),
+        ("sampling.logit_bias", {"logit_bias": {VOCAB + 3: 1.0}}),
+    ):
+        error = world.open(make_proto(request_id=field, sampling=sampling)).error
+        assert isinstance(error, InvalidRequestError)
+        assert (error.reason, error.field) == ("TOKEN_OUT_OF_RANGE", field)
+
+
+def test_attempts() -> None:
+    world, _ = make_world()
+    world._check_error = lambda _client: None  # type: ignore[method-assign]
+    first = world.open(make_proto(attempt=1))
+    older, same = world.open(make_proto(attempt=0)), world.open(make_proto(attempt=1))
+    assert isinstance(older.error, SupersededError)
+    assert isinstance(same.error, InvalidRequestError)
+    newer = world.open(make_proto(attempt=2))
+    assert isinstance(first.error, SupersededError)
+    world.run_to_end()
+    assert newer.finish is FinishReason.LENGTH
+
+
+def test_the_queue_is_bounded_for_new_requests_only() -> None:
+    world, link = make_world(CoreConfig(max_queue_len=2), max_num_seqs=1)
+    running = world.open(make_proto(max_tokens=50))
+    waiting = [world.open(make_proto(start=i)) for i in (1, 2)]
+    assert isinstance(world.open(make_proto(start=3)).error, QueueFullError)
+    turn(world, link, 10)
+    world.cancel(running)
+    resumed = world.resume(running, 5)
+    assert resumed.error is None
+    assert not any(client.error for client in waiting)
+    world.run_to_end()
+
+
+def test_another_model_may_join_only_an_empty_scheduler() -> None:
+    world, link = make_world()
+    other = make_sim(executor_id="other", fingerprint=b"x" * 32)
+    with pytest.raises(PreconditionError) as caught:
+        world.core.handle(ExecutorConnected(999, spec_from_hello(other.hello())), 0.0)
+    assert caught.value.reason == "MODEL_MISMATCH"
+    client = world.open(make_proto(200, max_tokens=50))
+    turn(world, link, 3)
+    world.lose(link)
+    world.connect(other)
+    world.run_to_end()
+    assert client.finish is FinishReason.LENGTH
+
+
+# -- order and memory ---------------------------------------------------------------------------------
+
+
+def test_priority_then_resumes_then_arrival() -> None:
+    world, link = make_world(max_num_seqs=1)
+    running = world.open(make_proto(max_tokens=5, priority=-5))
+    ordinary = world.open(make_proto(start=1, max_tokens=5))
+    low = world.open(make_proto(start=2, max_tokens=5, priority=1))
+    high = world.open(make_proto(start=3, max_tokens=5, priority=-1))
+    resumed = world.open(make_proto(start=4, max_tokens=5, resume=generation_pb2.GenerateResume()))
+    started: list[Client] = []
+    for _ in range(100):
+        turn(world, link)
+        started += [c for c in (ordinary, low, high, resumed) if c.started and c not in started]
+    assert running.ended
+    assert started == [high, resumed, ordinary, low]
+
+
+def test_a_higher_priority_displaces_a_lower_one() -> None:
+    world, link = make_world(max_num_seqs=1)
+    low = world.open(make_proto(max_tokens=50, priority=1))
+    turn(world, link, 10)
+    high = world.open(make_proto(start=1, max_tokens=50))
+    assert high.started
+    turn(world, link, 3)
+    assert not low.ended
+    world.run_to_end()
+    assert len(low.tokens) == len(high.tokens) == 50
+    assert world.core.stats.num_preemptions == 1
+
+
+def test_memory_for_one_of_two_long_requests_serves_both() -> None:
+    world, link = make_world(num_blocks=10)
+    clients = [world.open(make_proto(100, start=i, max_tokens=500)) for i in range(2)]
+    world.run_to_end()
+    assert [len(client.tokens) for client in clients] == [500, 500]
+    assert 1 <= world.core.stats.num_preemptions <= 3, "no back and forth"
+    assert link.sim.num_computed_tokens < 1500
+
+
+def test_a_preempted_sequence_returns_after_its_last_report() -> None:
+    world, link = make_world(max_num_seqs=1)
+    low = world.open(make_proto(100, max_tokens=200, priority=1))
+    turn(world, link, 10)
+    high = world.open(make_proto(start=1, max_tokens=1))
+    for _ in range(7):
+        world.step(link)  # the Drop is still on its way
+    assert len(low.tokens) == 10
+    world.report(link)
+    assert len(low.tokens) == 17, "what it reports until then belongs to it"
+    world.run_to_end()
+    assert high.ended
+    assert len(low.tokens) == 200
+
+
+def test_grants_shrink_when_memory_is_short() -> None:
+    def granted(num_blocks: int) -> int:
+        world, link = make_world(num_blocks=num_blocks, max_num_seqs=8)
+        for i in range(8):
+            world.open(make_proto(60, start=i, max_tokens=1000))
+        for _ in range(5):
+            turn(world, link)
+        return world.core.occupancy().num_granted_unwritten_blocks
+
+    assert granted(1000) >= 16
+    assert granted(20) <= 12
+
+
+def test_tokens_of_an_executor_that_is_lost_are_kept() -> None:
+    world, link = make_world()
+    client = world.open(make_proto(200, max_tokens=100))
+    for _ in range(4):
+        turn(world, link, 10)
+    num_tokens = len(client.tokens)
+    assert num_tokens >= 30
+    world.step(link)  # and never reported
+    sim = world.lose(link)
+    assert world.core.occupancy().num_waiting == 1
+    link = world.connect(sim)
+    (admit,) = of(Admit, orders(world, link))
+    assert admit.num_tokens == 200 + num_tokens
+    assert admit.num_cached_tokens >= 192, "its inventory was taken in"
+    world.run_to_end()
+    assert len(client.tokens) == 100
+
+
+def test_the_executor_with_the_prefix_is_chosen_unless_it_is_loaded() -> None:
+    world, first = make_world(executor_id="first")
+    world.open(make_proto(1000, max_tokens=1))
+    world.run_to_end()
+    second = world.connect(make_sim(executor_id="second"))
+    world.open(make_proto(1000, request_id="again", max_tokens=300))
+    assert of(Admit, orders(world, first))
+    world.open(make_proto(1000, request_id="else", start=5, max_tokens=300))
+    assert of(Admit, orders(world, second)), "no prefix anywhere: the idle one"
+    world.run_to_end()
+
+
+def test_a_larger_executor_left() -> None:
+    world, large = make_world(num_blocks=50, executor_id="large")
+    small = world.connect(make_sim(num_blocks=10, executor_id="small"))
+    open_ended = world.open(make_proto(300, max_tokens=None))
+    fixed = world.open(make_proto(300, start=1, max_tokens=1000))
+    turn(world, large)
+    turn(world, small)
+    sim = world.lose(large)
+    for _ in range(1000):
+        turn(world, small)
+    assert open_ended.finish is FinishReason.LENGTH, "it ends at what is there now"
+    assert not fixed.ended, "it waits for one that is large enough"
+    world.connect(sim)
+    world.run_to_end()
+    assert len(fixed.tokens) == 1000
+
+
+def test_a_mixed_batch_with_drafts_never_pauses() -> None:
+    world, link = make_world(num_draft_tokens=3, max_num_batched_tokens=300)
+    for i in range(8):
+        world.open(make_proto(50 + i, start=i, max_tokens=400))
+    world.run_to_end()
+    assert link.sim.num_paused_steps == 0

@@ -1,0 +1,286 @@
+"""Policies, queues and what waits for a wire: the small pure parts of the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rorqual.core.errors import InvalidRequestError, PreconditionError, UnavailableError
+from rorqual.core.token_ids import pack_token_ids, pack_uint64
+from rorqual.v1 import common_pb2, executor_pb2, generation_pb2
+from services.scheduler import policy
+from services.scheduler.events import Request
+from services.scheduler.generation_service import UsedIds
+from services.scheduler.outbox import Outbox
+from services.scheduler.prefill_queue import PrefillQueue
+from services.scheduler.sequence import Sequence
+from services.scheduler.stream_events import FinishReason, StreamFinished, StreamTokens
+from services.scheduler.waiting_queue import WaitingQueue
+from services.scheduler.wire import reported_from_proto, request_from_proto, spec_from_hello
+from tests.support.sim_executor import SimExecutor
+
+
+@settings(deadline=None)
+@given(st.integers(0, 50), st.integers(1, 5000), st.integers(64, 3000))
+def test_chunks(start_block: int, num_tokens: int, room: int) -> None:
+    start = 64 * start_block
+    history_end = start + num_tokens
+    end = policy.cut_chunk(start, history_end, room)
+    assert start < end <= min(history_end, start + room)
+    assert end % 64 == 0 or end == history_end
+
+
+def test_a_chunk_needs_room_for_a_block() -> None:
+    with pytest.raises(ValueError, match=">= 64"):
+        policy.cut_chunk(0, 100, 63)
+
+
+@settings(deadline=None)
+@given(st.floats(0, 1e6), st.integers(1, 8), st.integers(0, 10_000), st.integers(0, 5000))
+def test_look_ahead_never_vanishes_and_follows_memory(
+    step_us: float, per_step: int, num_free: int, num_running: int
+) -> None:
+    ahead = policy.tokens_ahead(step_us, per_step)
+    assert 32 <= ahead <= 512
+    affordable = policy.affordable_ahead(ahead, num_free, num_running)
+    assert 32 <= affordable <= ahead
+    if affordable > 32:
+        assert affordable * num_running <= num_free * 64
+
+
+def sequence(arrival: int, *, priority: int = 0, num_tokens: int = 10, is_resume: bool = False) -> Sequence:
+    request = Request(request_id=f"r{arrival}", num_prompt_tokens=num_tokens, priority=priority, is_resume=is_resume)
+    return Sequence(arrival, request, bytes(4 * num_tokens), arrival, 0.0)
+
+
+def test_the_queue_goes_by_priority_then_resumes_then_arrival() -> None:
+    queue = WaitingQueue()
+    late, early, resumed, urgent, gone = (
+        sequence(3), sequence(1), sequence(9, is_resume=True), sequence(8, priority=-1), sequence(0),
+    )  # fmt: skip
+    for seq in (late, early, resumed, urgent, gone):
+        queue.push(seq)
+    queue.discard(gone)
+    queue.discard(gone)
+    order = []
+    while (seq := queue.peek()) is not None:
+        order.append(seq)
+        queue.discard(seq)
+    assert order == [urgent, resumed, early, late]
+    assert len(queue) == 0
+
+
+def test_a_queue_of_the_cancelled_takes_no_room() -> None:
+    queue = WaitingQueue()
+    for i in range(10_000):
+        seq = sequence(i)
+        queue.push(seq)
+        queue.discard(seq)
+    assert len(queue._heap) < 200
+
+
+def prefilling(arrival: int, num_tokens: int, **kwargs: Any) -> Sequence:
+    seq = sequence(arrival, num_tokens=num_tokens, **kwargs)
+    seq.seq_id = arrival + 1
+    seq.prefill_end = num_tokens
+    return seq
+
+
+def cut(queue: PrefillQueue, size: int) -> int:
+    """Send the next chunk; returns whose it was."""
+    picked = queue.next()
+    assert picked is not None
+    seq, _ = picked
+    seq.num_sent = min(seq.prefill_end, seq.num_sent + size)
+    queue.resize(seq)
+    return seq.arrival
+
+
+def test_prompts_of_one_length_go_whole_and_in_order() -> None:
+    queue = PrefillQueue()
+    for i in range(3):
+        queue.add(prefilling(i, 128))
+    assert [cut(queue, 64) for _ in range(6)] == [0, 0, 1, 1, 2, 2]
+    assert queue.next() is None
+
+
+def test_long_and_short_prompts_take_turns() -> None:
+    queue = PrefillQueue()
+    queue.add(prefilling(0, 64 * 10))
+    for i in range(1, 9):
+        queue.add(prefilling(i, 64))
+    order = [cut(queue, 64) for _ in range(18)]
+    assert order.count(0) == 10
+    assert sum(1 for arrival in order[:8] if arrival == 0) == 4, "the long one gets every other chunk"
+    assert [arrival for arrival in order if arrival] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_a_dropped_prompt_is_skipped() -> None:
+    queue = PrefillQueue()
+    first, second = prefilling(0, 640), prefilling(1, 64)
+    queue.add(first)
+    queue.add(second)
+    first.seq_id = 0
+    assert cut(queue, 64) == 1
+    assert queue.next() is None
+
+
+# -- outbox -------------------------------------------------------------------------------------------
+
+
+async def test_deltas_merge_while_the_wire_is_busy() -> None:
+    outbox = Outbox()
+    for i in range(3):
+        outbox.push(1, StreamTokens(10, bytes([i, 0, 0, 0])))
+        outbox.push(2, StreamTokens(11, bytes([9, 0, 0, 0]), ["a"]))
+    outbox.push(1, StreamFinished(10, FinishReason.LENGTH, None, 0, 0, 3))
+    taken = await outbox.take()
+    assert taken is not None
+    events, beat = taken
+    assert [(stream_id, type(event)) for stream_id, event in events] == [
+        (1, StreamTokens), (2, StreamTokens), (1, StreamFinished),
+    ]  # fmt: skip
+    first, second = events[0][1], events[1][1]
+    assert isinstance(first, StreamTokens)
+    assert isinstance(second, StreamTokens)
+    assert bytes(first.token_ids) == pack_token_ids([0, 1, 2])
+    assert second.logprobs == ["a", "a", "a"]
+    assert not beat
+
+
+async def test_an_outbox_beats_closes_and_fails() -> None:
+    outbox = Outbox()
+    outbox.beat()
+    assert await outbox.take() == ([], True)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(outbox.take(), 0.01)
+    outbox.push(1, StreamTokens(1, b"abcd"))
+    outbox.close()
+    taken = await outbox.take()
+    assert taken is not None
+    assert len(taken[0]) == 1
+    assert await outbox.take() is None
+    outbox.fail(UnavailableError("gone"))
+    with pytest.raises(UnavailableError):
+        await outbox.take()
+
+
+async def test_a_frame_is_bounded() -> None:
+    outbox = Outbox()
+    for i in range(10_000):
+        outbox.push(i, StreamTokens(i, b"abcd"))
+    outbox.close()
+    sizes = []
+    while (taken := await outbox.take()) is not None:
+        sizes.append(len(taken[0]))
+    assert sum(sizes) == 10_000
+    assert max(sizes) <= 4096
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 30)))
+def test_used_ids(ids: list[int]) -> None:
+    used, seen = UsedIds(), set()
+    for new_id in ids:
+        assert used.add(new_id) == (new_id not in seen)
+        seen.add(new_id)
+
+
+# -- the wire -----------------------------------------------------------------------------------------
+
+
+def proto(**fields: Any) -> generation_pb2.GenerateRequest:
+    return generation_pb2.GenerateRequest(
+        **{"token_ids": pack_token_ids([1, 2, 3]), "num_prompt_tokens": 3, "request_id": "r", **fields}
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "field"),
+    [
+        ({"token_ids": b""}, "EMPTY_PROMPT", "token_ids"),
+        ({"token_ids": b"abcde"}, "INVALID_ARGUMENT", "token_ids"),
+        ({"num_prompt_tokens": 0}, "INVALID_ARGUMENT", "num_prompt_tokens"),
+        ({"num_prompt_tokens": 4}, "INVALID_ARGUMENT", "num_prompt_tokens"),
+        ({"choice_index": 1}, "INVALID_ARGUMENT", "choice_index"),
+        ({"max_tokens": 1, "sampling": {"min_tokens": 2}}, "INVALID_SAMPLING", "sampling.min_tokens"),
+        *(
+            ({"sampling": {name: value}}, "INVALID_SAMPLING", f"sampling.{name}")
+            for name, value in [
+                ("temperature", -0.1), ("temperature", float("nan")), ("temperature", float("inf")), ("top_p", 0.0),
+                ("top_p", 1.1), ("min_p", 1.5), ("presence_penalty", 2.5), ("frequency_penalty", -2.5),
+                ("repetition_penalty", 0.0), ("repetition_penalty", float("inf")), ("logprobs", 21),
+                ("prompt_logprobs", 21), ("logit_bias", {5: 101.0}),
+            ]
+        ),
+    ],
+)  # fmt: skip
+def test_a_bad_request_names_its_field(fields: dict[str, Any], reason: str, field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        request_from_proto(proto(**fields), now_s=0.0)
+    assert (caught.value.reason, caught.value.field) == (reason, field)
+
+
+def test_a_request_from_the_wire() -> None:
+    request = request_from_proto(
+        proto(
+            token_ids=pack_token_ids([1, 2, 3, 4]),
+            sampling={"stop_token_ids": [7, 9], "logit_bias": {11: 1.0}, "repetition_penalty": 1.5},
+            time_left_us=2_000_000,
+        ),
+        now_s=10.0,
+        seed=42,
+    )
+    assert request.is_resume, "it holds a generated token"
+    assert request.seed == 42
+    assert isinstance(request.sampling, common_pb2.SamplingParams)
+    assert request.sampling.seed == 42
+    assert request.deadline_s == 12.0
+    assert request.needs_known_tokens
+    assert dict(request.largest_ids) == {"token_ids": 4, "sampling.stop_token_ids": 9, "sampling.logit_bias": 11}
+
+
+def test_finish_reasons_are_the_contracts() -> None:
+    for reason in FinishReason:
+        assert common_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") == reason.value
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"seq_ids": pack_uint64([1])},
+        {"seq_ids": b"abc"},
+        {"seq_ids": pack_uint64([1]), "num_tokens": pack_token_ids([1])},
+        {"seq_ids": pack_uint64([1]), "num_tokens": pack_token_ids([0]), "finish": b"\0\0"},
+        {"seq_ids": pack_uint64([1]), "num_tokens": pack_token_ids([0]), "finish": b"\x09"},
+        {"computed_seq_ids": pack_uint64([1])},
+    ],
+)
+def test_a_report_whose_columns_do_not_fit_is_refused(columns: dict[str, bytes]) -> None:
+    with pytest.raises(InvalidRequestError):
+        reported_from_proto(1, executor_pb2.Report(**columns))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda h: setattr(h, "protocol_version", 2), PreconditionError),
+        (lambda h: setattr(h.cache_groups[0], "window", 128), PreconditionError),
+        (lambda h: setattr(h.cache_groups[0], "block_size", 16), InvalidRequestError),
+        (lambda h: setattr(h, "max_num_batched_tokens", 100), InvalidRequestError),
+        (lambda h: setattr(h, "rank", 1), InvalidRequestError),
+        (lambda h: setattr(h, "executor_id", ""), InvalidRequestError),
+        (lambda h: setattr(h.model, "fingerprint", b"short"), InvalidRequestError),
+        (lambda h: setattr(h.inventory[0], "hashes", b"x"), InvalidRequestError),
+    ],
+)
+def test_an_executor_that_cannot_be_driven_is_refused(change: Any, error: type[Exception]) -> None:
+    hello = SimExecutor().hello()
+    spec_from_hello(hello)
+    change(hello)
+    with pytest.raises(error):
+        spec_from_hello(hello)
