@@ -12,7 +12,7 @@ import pytest
 from rorqual import LLM, SamplingParams
 
 WaitUntil = Callable[..., None]
-NUM_TOKENS = 400
+NUM_TOKENS = 150
 
 
 @pytest.fixture(scope="module")
