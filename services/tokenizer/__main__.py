@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from rorqual.core.config import TokenizerConfig
 from rorqual.core.errors import RorqualError
 from rorqual.telemetry import setup_logging
 
+_PROG = "python -m services.tokenizer"
 _log = logging.getLogger("services.tokenizer")
 
 
@@ -45,21 +45,19 @@ def write_port(path: Path, port: int) -> None:
     partial.replace(path)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 after a clean stop, 2 for a configuration or checkpoint that cannot be served."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Exit status 0 after a clean stop, 2 for a configuration or checkpoint that cannot be served."""
     import uvloop
 
-    from rorqual.core.config_loader import load_config
+    from rorqual.core.config_loader import ENV_PORT_FILE, exit_with, load_config
 
+    config = load_config(TokenizerConfig, argv, prog=_PROG)
+    setup_logging("tokenizer", config.telemetry)
     try:
-        config = load_config(TokenizerConfig, argv, prog="python -m services.tokenizer")
-        setup_logging("tokenizer", config.telemetry)
-        uvloop.run(serve(config, os.environ.get("RORQUAL_PORT_FILE", "")))
+        uvloop.run(serve(config, os.environ.get(ENV_PORT_FILE, "")))
     except RorqualError as error:
-        print(f"tokenizer: {error}", file=sys.stderr)
-        return 2
-    return 0
+        exit_with(_PROG, error)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rorqual.core.clock import Clock
-from rorqual.core.errors import DeadlineExceededError, RorqualError
+from rorqual.core.errors import DeadlineExceededError, NumericalFaultError, RorqualError
 from rorqual.core.token_ids import unpack_token_ids
 from rorqual.rpc.status import to_error_proto
 from rorqual.v1 import common_pb2, generation_pb2, text_pb2
@@ -20,9 +20,6 @@ from .prompt import Prompt
 
 ATTEMPTS_OF_A_CALLER = 1 << 16
 """A caller's attempt counts this many of ours, so that its resume overtakes any of ours."""
-
-NUMERICAL_FAULT = "NUMERICAL_FAULT"
-"""An Error of this reason ends its choice only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,8 +237,7 @@ class ChoiceRun:
             trace=spec.trace,
         )
         if spec.max_tokens is not None:
-            # With no tokens asked for, one is made (and dropped), since the prompt's logprobs come with it.
-            request.max_tokens = max(spec.max_tokens, 1)
+            request.max_tokens = spec.max_tokens
         if not self._wants_prompt_logprobs:
             request.sampling.ClearField("prompt_logprobs")
         if spec.deadline_s is not None:
@@ -309,7 +305,7 @@ class ChoiceRun:
     def on_error(self, error: RorqualError) -> None:
         run = self._run
         self._stream = None
-        if error.reason != NUMERICAL_FAULT:
+        if not isinstance(error, NumericalFaultError):  # which ends its choice only
             run.fail(error)
             return
         run.accept()

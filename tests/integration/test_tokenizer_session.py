@@ -43,6 +43,11 @@ class Gateway:
                 self.errors[entry.stream_id] = entry.error
         return True
 
+    async def read_to_the_end(self) -> None:
+        async with asyncio.timeout(20):
+            while await self.read():
+                pass
+
     async def read_until(self, ended: Sequence[int]) -> None:
         async with asyncio.timeout(20):
             while not all(n in self.errors or (n in self.heard and "usage" in self.heard[n].kinds) for n in ended):
@@ -114,8 +119,7 @@ async def test_a_stream_id_used_twice_ends_the_session() -> None:
         gateway = Gateway(stack)
         await gateway.send(open_chat(1), open_chat(1))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            while await gateway.read():
-                pass
+            await gateway.read_to_the_end()
         error = from_rpc_error(caught.value)
         assert (caught.value.code(), error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "STREAM_ID_REUSED")
         await stack.scheduler.wait_for(lambda: not stack.scheduler.running)
@@ -126,9 +130,7 @@ async def test_a_half_closed_session_serves_what_it_has() -> None:
         gateway = Gateway(stack)
         await gateway.send(open_chat(1))
         await gateway.call.done_writing()
-        async with asyncio.timeout(10):
-            while await gateway.read():
-                pass
+        await gateway.read_to_the_end()
         assert gateway.heard[1].content == {0: "abc"}
 
 

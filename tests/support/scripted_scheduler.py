@@ -78,8 +78,13 @@ class Running:
         stop = next((n for n, t in enumerate(chunk) if t in set(request.sampling.stop_token_ids)), None)
         if stop is not None:
             chunk = chunk[: stop + 1]
+        first = self.sent == 0
+        if not chunk and first and request.sampling.HasField("prompt_logprobs"):
+            delta = generation_pb2.TokenDelta()
+            prompt = unpack_token_ids(request.token_ids)[1 : request.num_prompt_tokens]
+            delta.prompt_logprobs.extend(self._logprobs(t, request.sampling.prompt_logprobs) for t in prompt)
+            yield self._event(delta=delta)
         if chunk:
-            first = self.sent == 0
             self.sent += len(chunk)
             delta = generation_pb2.TokenDelta(token_ids=pack_token_ids(chunk))
             if request.sampling.HasField("logprobs"):
