@@ -93,9 +93,10 @@ class CompletionAnswer:
         if piece.kind in ("accepted", "usage", "tool_call"):
             return b""
         index = piece.choice_index
-        text, logprobs = piece.text, piece.logprobs
+        text, logprobs, echo = piece.text, piece.logprobs, ""
         if isinstance(piece.detail, text_pb2.PromptEcho):
             text, logprobs = self._echo(piece.detail)
+            echo = piece.detail.text
         finished = piece.detail if isinstance(piece.detail, text_pb2.ChoiceFinished) else None
         prompt_ids = None
         if index in self._prompt_ids_due:
@@ -104,7 +105,7 @@ class CompletionAnswer:
         return template.full(
             index,
             _TEXT + _encode(text),
-            logprobs=self._logprobs[index].take(logprobs) if logprobs else None,
+            logprobs=self._logprobs[index].take(logprobs, echo=echo) if logprobs else None,
             finish_reason=finish_reason(finished) if finished else None,
             stop_reason=stop_reason(finished, self._options.stop_token_ids),
             token_ids=piece.token_ids if self._options.return_token_ids else None,
@@ -139,6 +140,8 @@ class CompletionAnswer:
         choices: list[dict[str, Any]] = []
         for index, choice in enumerate(gather(pieces, options.num_choices, self.progress)):
             text, logprobs = self._echo(choice.echo) if choice.echo is not None else ("", [])
+            echo = choice.echo.text if choice.echo is not None else ""
+            columns = self._logprobs[index].take(logprobs + choice.logprobs, echo=echo)
             wanted = options.num_top_logprobs is not None
             extras = choice.extras(options)
             if options.return_token_ids:
@@ -147,7 +150,7 @@ class CompletionAnswer:
                 {
                     "index": index,
                     "text": text + "".join(choice.content),
-                    "logprobs": self._logprobs[index].take(logprobs + choice.logprobs) if wanted else None,
+                    "logprobs": columns if wanted else None,
                     "finish_reason": choice.finish_reason,
                     **extras,
                 }

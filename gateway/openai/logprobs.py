@@ -20,12 +20,22 @@ class CompletionLogprobs:
         self._num_top = num_top
         self._offset = 0  # characters
 
-    def take(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """The columns for the next `entries`."""
+    def take(self, entries: Sequence[TokenLogprob], *, echo: str = "") -> dict[str, Any]:
+        """The columns for the next `entries`, of which those that spell `echo` come first.
+
+        An offset counts characters by their first bytes, so a character that is split over tokens counts once. A
+        prompt's tokens that are not in its text (begin of sequence) count nothing.
+        """
         offsets: list[int] = []
+        prompt, position = echo.encode(), 0  # position: bytes
         for entry in entries:
             offsets.append(self._offset)
-            self._offset += len(entry.token)
+            token = bytes(entry.bytes)
+            if position < len(prompt):
+                if not prompt.startswith(token, position):
+                    continue
+                position += len(token)
+            self._offset += sum(byte & 0xC0 != 0x80 for byte in token)
         return {
             "tokens": [entry.token for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],

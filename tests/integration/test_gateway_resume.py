@@ -173,15 +173,10 @@ async def test_a_replica_that_never_comes_back_ends_the_stream_with_its_cause() 
 
 async def test_a_request_that_kills_every_session_is_given_up() -> None:
     async with scripted_tokenizer() as tokenizer, running_gateway(tokenizer.address) as http:
-
-        def poison(request: Any) -> Script:
-            asyncio.get_running_loop().call_later(0.01, tokenizer.break_sessions)
-            return Script([], gate=lambda i: None, delay_s=1.0)
-
         never = asyncio.Event()
 
         def script(request: Any) -> Script:
-            poison(request)
+            asyncio.get_running_loop().call_later(0.01, tokenizer.break_sessions)
             return Script(say("x").steps, gate=lambda i: never)
 
         tokenizer.script = script
@@ -191,21 +186,24 @@ async def test_a_request_that_kills_every_session_is_given_up() -> None:
 
 
 async def test_a_silent_session_counts_as_lost() -> None:
-    async with scripted_tokenizer() as one, scripted_tokenizer() as two:
-        async with running_gateway(one.address, two.address, peer_timeout_s=2.0) as http:
-            one.heartbeat_s = two.heartbeat_s = 0.1
-            async with asyncio.timeout(10):
-                while not all(r.usable for r in http.gateway.replicas.replicas):
-                    await asyncio.sleep(0.01)
-            gated = Gated(4)
-            one.script = two.script = gated
+    async with (
+        scripted_tokenizer() as one,
+        scripted_tokenizer() as two,
+        running_gateway(one.address, two.address, peer_timeout_s=2.0) as http,
+    ):
+        one.heartbeat_s = two.heartbeat_s = 0.1
+        async with asyncio.timeout(10):
+            while not all(r.usable for r in http.gateway.replicas.replicas):
+                await asyncio.sleep(0.01)
+        gated = Gated(4)
+        one.script = two.script = gated
 
-            def hang() -> None:
-                (one if one.requests else two).silent = True
+        def hang() -> None:
+            (one if one.requests else two).silent = True
 
-            breaking = asyncio.create_task(break_when(gated, hang))
-            assert joined(await ask(http, stream=True), 1) == [("r1r2", "".join(TEXTS), ["stop"])]
-            await breaking
+        breaking = asyncio.create_task(break_when(gated, hang, one, two))
+        assert joined(await ask(http, stream=True), 1) == [("r1r2", "".join(TEXTS), ["stop"])]
+        await breaking
 
 
 async def test_a_replica_that_cannot_serve_is_left_for_one_that_can() -> None:
