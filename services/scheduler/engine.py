@@ -23,7 +23,7 @@ from .events import Cancel, Event, ExecutorConnected, ExecutorLost, Open, Tick
 from .metrics import CoreMetrics
 from .outbox import Outbox
 from .peer import Link, Peer
-from .stream_events import StreamFailed, StreamFinished, StreamStarted, StreamTokens
+from .stream_events import StreamEvent, StreamFailed, StreamFinished, StreamStarted, StreamTokens
 from .tracing import RequestTrace
 from .wire import reported_from_proto, request_from_proto, spec_from_hello
 
@@ -229,7 +229,7 @@ class Engine:
             stream = streams.get(event.stream_id)
             if stream is None:
                 continue
-            if stream.trace is None and isinstance(event, (StreamTokens, StreamStarted)):
+            if stream.trace is None and isinstance(event, StreamTokens):
                 stream.outbox.push(stream.local_id, event)
                 continue
             if isinstance(event, (StreamFinished, StreamFailed)):
@@ -241,9 +241,9 @@ class Engine:
                 link.wake()
 
     @staticmethod
-    def _deliver(stream: _Stream, event: object) -> None:
+    def _deliver(stream: _Stream, event: StreamEvent) -> None:
         if stream.trace is not None:
-            stream.trace.follow(event)  # type: ignore[arg-type]
+            stream.trace.follow(event)
         if isinstance(event, (StreamTokens, StreamStarted, StreamFinished, StreamFailed)):
             stream.outbox.push(stream.local_id, event)
 

@@ -16,7 +16,7 @@ from .outbox import Outbox
 from .peer import Peer
 from .rpc_calls import Context, on_done
 from .stream_events import StreamFailed, StreamFinished
-from .wire import add_event, model_to_proto, response_from_event
+from .wire import fill_frame, model_to_proto, response_from_event
 
 _Frame: TypeAlias = generation_pb2.GenerationServiceSessionResponse
 
@@ -108,8 +108,8 @@ class _Session(Peer):
             return None
         events, beat = taken
         frame = _Frame()
+        fill_frame(frame, events)
         for local_id, event in events:
-            add_event(frame, local_id, event)
             if isinstance(event, (StreamFinished, StreamFailed)):
                 self._live.pop(local_id, None)
         if beat:

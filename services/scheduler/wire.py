@@ -170,19 +170,28 @@ def response_from_event(event: StreamEvent) -> generation_pb2.GenerateResponse |
     return response
 
 
-def add_event(frame: generation_pb2.GenerationServiceSessionResponse, stream_id: int, event: StreamEvent) -> None:
-    """Append an event to a session's frame, under the session's own stream id."""
-    if isinstance(event, StreamTokens):
-        if event.logprobs is None and event.prompt_logprobs is None:
-            frame.events.add(stream_id=stream_id).delta.token_ids = bytes(event.token_ids)
-        else:
-            fill_delta(frame.events.add(stream_id=stream_id).delta, event)
-    elif isinstance(event, StreamStarted):
-        fill_started(frame.events.add(stream_id=stream_id).started, event)
-    elif isinstance(event, StreamFinished):
-        fill_finished(frame.events.add(stream_id=stream_id).finished, event)
-    elif isinstance(event, StreamFailed):
-        frame.events.add(stream_id=stream_id).error.CopyFrom(to_error_proto(event.error))
+def fill_frame(
+    frame: generation_pb2.GenerationServiceSessionResponse, events: Iterable[tuple[int, StreamEvent]]
+) -> None:
+    """Append events to a session's frame, each under the session's own stream id.
+
+    One entry a sequence and step: setting fields one by one takes half the time of keyword arguments.
+    """
+    add = frame.events.add
+    for stream_id, event in events:
+        out = add()
+        out.stream_id = stream_id
+        if isinstance(event, StreamTokens):
+            if event.logprobs is None and event.prompt_logprobs is None:
+                out.delta.token_ids = bytes(event.token_ids)
+            else:
+                fill_delta(out.delta, event)
+        elif isinstance(event, StreamStarted):
+            fill_started(out.started, event)
+        elif isinstance(event, StreamFinished):
+            fill_finished(out.finished, event)
+        elif isinstance(event, StreamFailed):
+            out.error.CopyFrom(to_error_proto(event.error))
 
 
 # -- the executor link --------------------------------------------------------------------------------
