@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import re
@@ -15,6 +16,7 @@ import openai
 import pytest
 
 from rorqual import LLM, SamplingParams
+from rorqual.cli.app import run
 from rorqual.v1 import generation_pb2, generation_pb2_grpc, text_pb2, text_pb2_grpc
 
 SERVICES = ("gateway", "tokenizer", "scheduler", "executor")
@@ -161,6 +163,22 @@ def test_the_python_api_over_a_running_server(stack: Any, scheduler: Any, wait_u
         assert answer.outputs[0].token_ids
         assert llm.decode(llm.encode("鲸 whale 🐋")).endswith("鲸 whale 🐋")
     wait_until(lambda: all_free(scheduler), "free == total after all has ended", 10)
+
+
+@pytest.mark.parametrize("scheme", ["http", "grpc"])
+def test_the_command_generates_and_chats_over_a_running_server(
+    stack: Any, scheme: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = stack.url if scheme == "http" else f"grpc://{stack.text_address}"
+    flags = ["--url", url, "--temperature", "0", "--max-tokens", "12"]
+    assert run(["generate", "Once upon a time", *flags]) == 0
+    assert capsys.readouterr().out.strip()
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n/reset\nHello\n/exit\nnever sent\n"))
+    assert run(["chat", *flags]) == 0
+    first, second = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert first == second  # a new conversation begins where the first did
+    assert run(["generate", "word " * 20_000, *flags]) != 0
+    assert "error:" in capsys.readouterr().err
 
 
 def test_one_request_is_one_trace_over_all_processes(stack: Any, collector: Any) -> None:
