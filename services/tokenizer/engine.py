@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TypeVar
 
 from opentelemetry import trace
@@ -178,6 +179,8 @@ class TextEngine:
             time_unix_s = options.resume.template_time_unix_s if options.HasField("resume") else self.now_unix_s()
             prompt = await self.in_pool(lambda: self._prepare(request, time_unix_s, span))
             self._check_prompt(prompt, options)
+            if not (isinstance(request, text_pb2.CompleteRequest) and request.echo):
+                prompt = replace(prompt, text="")  # may be megabytes, and is not needed any more
             run = TextRun(
                 self._spec(request, prompt, span, time_unix_s, deadline_s),
                 self._link,
@@ -304,6 +307,11 @@ class TextEngine:
         stats = run.stats
         self._streams.set(self._link.num_streams)
         if span.is_recording():
+            if stats.first_token_unix_ns:
+                context = trace.set_span_in_context(span)
+                self._tracer.start_span(
+                    "tokenizer.detokenize", context=context, start_time=stats.first_token_unix_ns
+                ).end()
             span.set_attributes(
                 {
                     ATTR_INPUT_TOKENS: run.spec.prompt.num_tokens,

@@ -64,9 +64,7 @@ class ModelWatch:
     async def _run(self) -> None:
         while True:
             try:
-                info = await self._stub.GetServerInfo(
-                    generation_pb2.GetServerInfoRequest(), timeout=_CALL_TIMEOUT_S, wait_for_ready=True
-                )
+                info = await self._stub.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=_CALL_TIMEOUT_S)
                 self.model = info.model if info.HasField("model") else None
             except grpc.RpcError:
                 self.model = None

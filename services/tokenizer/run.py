@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -49,9 +50,9 @@ class RunSpec:
 class RunStats:
     """For telemetry: read when the run has ended, and per frame."""
 
-    num_generated_tokens: int = 0
     num_cached_tokens: int | None = None
     queue_time_us: int = 0
+    first_token_unix_ns: int = 0  # 0: none has come
     finish_reasons: list[int] = field(default_factory=list)
     error: RorqualError | None = None
     cancelled: bool = False
@@ -269,6 +270,8 @@ class ChoiceRun:
             packed = packed[: 4 * output.num_tokens]
         if output.num_tokens:
             self._history += packed
+            if not run.stats.first_token_unix_ns:
+                run.stats.first_token_unix_ns = time.time_ns()
             self._tell_tokens(packed, output, delta)
             run.on_tokens(output.num_tokens)
         if self.machine.end is not None:

@@ -572,10 +572,33 @@ async def test_spans_of_a_request() -> None:
     assert chat_span.parent is not None
     assert f"{chat_span.parent.span_id:016x}" == "b7ad6b7169203331"
     assert sent == f"00-0af7651916cd43dd8448eb211c80319c-{chat_span.context.span_id:016x}-01"
-    assert {"tokenizer.render", "tokenizer.encode", "tokenizer.chat", "tokenizer.complete"} <= set(spans)
+    assert {
+        "tokenizer.render",
+        "tokenizer.encode",
+        "tokenizer.detokenize",
+        "tokenizer.chat",
+        "tokenizer.complete",
+    } <= set(spans)
     assert spans["tokenizer.complete"].context is not None
     assert f"{spans['tokenizer.complete'].context.trace_id:032x}" == "0af7651916cd43dd8448eb211c80319c"
     assert chat_span.attributes is not None
     assert chat_span.attributes["gen_ai.usage.output_tokens"] == len(tiny().encode("abc")) + 1
     assert [s.status.description for s in roots].count("INVALID_STOP") == 1
     assert all("hello" not in str(span.attributes) for span in exporter.get_finished_spans())
+
+
+async def test_counts_for_prometheus() -> None:
+    async with serving(lambda request: steps([*tiny().encode("abcdef"), EOS])) as stack:
+        heard = await hear(stack.stub.Chat(chat(num_choices=2)))
+        await stack.scheduler.pause(after_steps=1)
+        hearing = asyncio.create_task(hear(stack.stub.Chat(chat())))
+        await stack.scheduler.wait_for(lambda: any(r.sent for r in stack.scheduler.running.values()))
+        await stack.scheduler.lose()
+        await stack.scheduler.go_on()
+        await hearing
+        value = stack.app.telemetry.registry.get_sample_value
+        assert value("rorqual_tokenizer_prompt_tokens_total") == 2 * heard.usage.num_prompt_tokens
+        assert value("rorqual_tokenizer_output_tokens_total") == 3 * len(heard.token_ids[0])
+        assert value("rorqual_tokenizer_resumes_total") == 1
+        assert value("rorqual_tokenizer_render_seconds_count") == 2
+        assert value("rorqual_tokenizer_streams") == 0
