@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
@@ -41,6 +42,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
         if handler.response_streaming:
             inner_stream = handler.unary_stream or handler.stream_stream
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
 
             async def streaming(request: Any, context: Any) -> AsyncIterator[Any]:
                 try:
@@ -49,12 +55,15 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 except Exception as error:
                     await fail(context, error)
 
-            make = (
-                grpc.stream_stream_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_stream_rpc_method_handler
-            )
-            return make(streaming, handler.request_deserializer, handler.response_serializer)
+            async def writing(request: Any, context: Any) -> None:
+                try:
+                    await inner_stream(request, context)
+                except Exception as error:
+                    await fail(context, error)
+
+            # grpc.aio takes both forms, and tells them apart the same way; health's Watch writes by itself.
+            wrapped = streaming if inspect.isasyncgenfunction(inner_stream) else writing
+            return make(wrapped, handler.request_deserializer, handler.response_serializer)
 
         inner_unary = handler.unary_unary or handler.stream_unary
 

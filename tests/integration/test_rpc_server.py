@@ -1,0 +1,111 @@
+"""What every server of the project has: health, reflection, statuses, an exclusive port, room for long prompts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from rorqual.core.errors import ConfigError, InternalError, PromptTooLongError
+from rorqual.core.token_ids import pack_token_ids
+from rorqual.rpc.channel import open_channel
+from rorqual.rpc.server import RpcServer
+from rorqual.rpc.status import from_rpc_error
+from rorqual.v1 import generation_pb2, generation_pb2_grpc
+
+NAME = "rorqual.v1.GenerationService"
+
+
+class Echo(generation_pb2_grpc.GenerationServiceServicer):
+    """Sends the prompt back; fails the way its request_id asks."""
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        yield generation_pb2.GenerateResponse(delta=generation_pb2.TokenDelta(token_ids=request.token_ids))
+        if request.request_id == "too long":
+            raise PromptTooLongError("the prompt is too long", field="token_ids", metadata={"max_model_len": "8"})
+
+    async def GetServerInfo(self, request: Any, context: Any) -> Any:
+        raise ValueError("a secret")
+
+
+async def start(listen: str = "127.0.0.1:0") -> RpcServer:
+    server = RpcServer(listen, lambda s: generation_pb2_grpc.add_GenerationServiceServicer_to_server(Echo(), s), [NAME])
+    await server.start()
+    return server
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[RpcServer]:
+    server = await start()
+    yield server
+    await server.stop(0)
+
+
+@pytest.fixture
+async def channel(server: RpcServer) -> AsyncIterator[grpc.aio.Channel]:
+    async with open_channel(f"127.0.0.1:{server.port}") as channel:
+        yield channel
+
+
+async def test_health_can_be_checked_and_watched(server: RpcServer, channel: grpc.aio.Channel) -> None:
+    stub = health_pb2_grpc.HealthStub(channel)
+    watch = stub.Watch(health_pb2.HealthCheckRequest(service=NAME), timeout=10)
+    seen = aiter(watch)
+    assert (await anext(seen)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    await server.set_serving(True)
+    assert (await anext(seen)).status == health_pb2.HealthCheckResponse.SERVING
+    watch.cancel()
+    for name in ("", NAME):
+        reply = await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_reflection_names_the_services(channel: grpc.aio.Channel) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    call = stub.ServerReflectionInfo(timeout=10)
+    await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+    reply = await call.read()
+    call.cancel()
+    names = {service.name for service in reply.list_services_response.service}
+    assert {NAME, "grpc.health.v1.Health"} <= names
+
+
+async def test_an_error_arrives_as_the_same_class_with_its_figures(channel: grpc.aio.Channel) -> None:
+    stub = generation_pb2_grpc.GenerationServiceStub(channel)
+    request = generation_pb2.GenerateRequest(request_id="too long", token_ids=b"1234")
+    with pytest.raises(grpc.RpcError) as caught:
+        async for _ in stub.Generate(request, timeout=10):
+            pass
+    error = from_rpc_error(caught.value)
+    assert type(error) is PromptTooLongError
+    assert (error.message, error.field, error.metadata) == (
+        "the prompt is too long",
+        "token_ids",
+        {"max_model_len": "8"},
+    )
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+
+
+async def test_an_unknown_error_leaks_no_text(channel: grpc.aio.Channel) -> None:
+    stub = generation_pb2_grpc.GenerationServiceStub(channel)
+    with pytest.raises(grpc.RpcError) as caught:
+        await stub.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=10)
+    error = from_rpc_error(caught.value)
+    assert type(error) is InternalError
+    assert "secret" not in error.message
+
+
+async def test_a_million_token_prompt_passes_both_ways(channel: grpc.aio.Channel) -> None:
+    prompt = pack_token_ids(range(1_000_000))
+    stub = generation_pb2_grpc.GenerationServiceStub(channel)
+    async for response in stub.Generate(generation_pb2.GenerateRequest(token_ids=prompt), timeout=60):
+        assert response.delta.token_ids == prompt
+
+
+async def test_a_taken_port_is_named_with_its_cure(server: RpcServer) -> None:
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{server.port}.*taken.*--listen"):
+        await start(f"127.0.0.1:{server.port}")
