@@ -21,7 +21,7 @@ if [ -z "${PLAIN:-}" ] && command -v cmake >/dev/null && command -v ninja >/dev/
   # -v shows each command; what ptxas says follows it. Unchanged files keep what they said before.
   cmake --build "$build/cmake" -j "$jobs" -- -v >"$log.new" 2>&1 || { cat "$log.new" >&2; exit 1; }
 else
-  cxx="-std=c++17 -O3 -I$src/include -I$src/launch -Xcompiler=-fPIC,-fvisibility=hidden -cudart=static"
+  cxx="-std=c++20 -O3 -I$src/include -I$src/launch -Xcompiler=-fPIC,-fvisibility=hidden -cudart=static"
   cuda="-gencode=arch=compute_90a,code=sm_90a -Xptxas=-v -lineinfo -Werror=all-warnings"
   mkdir -p "$build/plain"
   : >"$log.new"

@@ -9,8 +9,8 @@
 // Traffic: 73,728 B a block, once a tile; 1,152 B of query a row and segment; 2,048 B written a row and segment.
 // Shared memory reads by the tensor cores, (64 + N) * 32 B per 64 x N x 16 product, stay under the HBM time.
 // Checked against rorqual/kernels/reference.py::mla_decode.
+#include "rorqual/cluster.cuh"
 #include "rorqual/mla_decode.cuh"
-#include "rorqual/tma.cuh"
 #include "rorqual/wgmma.cuh"
 
 namespace rorqual {
@@ -275,6 +275,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) mla_decode_narrow_kernel(const
     mbarrier_init_fence();
   }
   __syncthreads();
+  let_dependents_launch();
   if (threadIdx.x < T::kComputeThreads) {
     compute<T>(p, smem, full, empty, part, tile_row);
   } else {
@@ -284,12 +285,9 @@ __global__ void __launch_bounds__(T::kThreads, 1) mla_decode_narrow_kernel(const
 
 template <class T>
 cudaError_t launch(const MlaDecodeParams& p, cudaStream_t stream) {
-  constexpr int kSmemBytes = T::kSmemBytes + 1024;  // room to align the first atom
-  const cudaError_t error = cudaFuncSetAttribute(mla_decode_narrow_kernel<T>,
-                                                 cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes);
-  if (error != cudaSuccess) return error;
-  mla_decode_narrow_kernel<T><<<dim3(p.num_tiles, p.num_parts), T::kThreads, kSmemBytes, stream>>>(p);
-  return cudaGetLastError();
+  const dim3 grid(p.num_tiles, p.num_parts);
+  return launch_kernel(mla_decode_narrow_kernel<T>, grid, T::kThreads, stream,
+                       {.smem_bytes = T::kSmemBytes + 1024}, p);  // room to align the first atom
 }
 
 }  // namespace

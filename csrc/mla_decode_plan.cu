@@ -10,6 +10,7 @@
 // Tiling:  one CTA a row, a thread four of its 512 values; small grids take four warpgroups a row, each a quarter of
 //          the splits. Traffic: 2,052 B read a split and row, 1,024 B written a row, mostly from L2.
 // Checked against rorqual/kernels/reference.py::mla_decode through tests/gpu.
+#include "rorqual/cluster.cuh"
 #include "rorqual/mla_decode.cuh"
 
 namespace rorqual {
@@ -119,13 +120,15 @@ constexpr int kValueThreads = Mla::kLatent / 4;
 
 // kGroups groups of 128 threads share the splits of a row.
 template <int kGroups>
-__global__ void __launch_bounds__(kValueThreads* kGroups) mla_combine_kernel(const MlaDecodeParams p) {
+__global__ void __launch_bounds__(kValueThreads* kGroups) mla_combine_kernel(const __grid_constant__ MlaDecodeParams p) {
   const int head = blockIdx.x, query = blockIdx.y, seq = blockIdx.z;
+  // The plan and the batch's layout are older than the attention kernel, which is what may still run.
   const int q_start = p.q_starts[seq];
-  if (query >= p.q_starts[seq + 1] - q_start) return;
+  const int q_len = p.q_starts[seq + 1] - q_start;
   const int* split_starts = p.plan + plan_split_starts(p.num_parts, p.batch);
   const int first = split_starts[seq], num_splits = split_starts[seq + 1] - first;
-  if (num_splits == 1) return;
+  wait_for_previous_kernel();  // in every CTA: this kernel must not end before that one
+  if (query >= q_len || num_splits == 1) return;
 
   const int lane = threadIdx.x % kWarpSize, group = threadIdx.x / kValueThreads, value = threadIdx.x % kValueThreads;
   const int64_t token = q_start + query;
@@ -200,11 +203,9 @@ cudaError_t launch_mla_decode(MlaDecodeKernel kernel, const MlaDecodeParams& p, 
   // The choice must not depend on the batch where equal bits are promised.
   constexpr int kGroups = 4, kSmallGrid = 512;
   if (p.split_blocks == 0 && p.num_heads * p.max_q_len * p.batch <= kSmallGrid) {
-    mla_combine_kernel<kGroups><<<grid, kValueThreads * kGroups, 0, stream>>>(p);
-  } else {
-    mla_combine_kernel<1><<<grid, kValueThreads, 0, stream>>>(p);
+    return launch_kernel(mla_combine_kernel<kGroups>, grid, kValueThreads * kGroups, stream, {.overlaps = true}, p);
   }
-  return cudaGetLastError();
+  return launch_kernel(mla_combine_kernel<1>, grid, kValueThreads, stream, {.overlaps = true}, p);
 }
 
 }  // namespace rorqual

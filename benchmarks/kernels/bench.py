@@ -206,7 +206,7 @@ class Bench:
         if self.variants and q_len == 1:
             options += [{"min_units": n} for n in ((3, 4, 6) if batch == 1 else ())]
             options += [{"overhead_blocks": n} for n in ((1, 4) if batch > 1 else ())]
-            options += [{"kernel": k} for k in ((1, 2) if num_heads == 16 else ())]
+            options += [{"kernel": k} for k in ((1, 2) if num_heads == 16 else (3,))]
             options += [{"deterministic": True, "max_kv_len": context, "split_blocks": 16}]
         for option in options:
             workspace = mla.make_workspace(self.device, max_batch=batch, num_heads=num_heads, max_q_len=q_len, **option)

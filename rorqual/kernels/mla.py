@@ -16,8 +16,10 @@ LATENT, ROPE = 512, 64
 WIDTH = LATENT + ROPE
 MAX_HEADS, MAX_QUERY_TOKENS, MAX_BATCH = 128, 8, 8192
 
-# Rows of (query token, head) that one tile of each kernel takes: narrow 16, narrow 32, wide 64.
-TILE_ROWS = (16, 32, 64)
+# Rows of (query token, head) that one tile of each kernel takes: narrow 16, narrow 32, wide 64, and wide 64 in pairs of
+# tiles that load together.
+TILE_ROWS = (16, 32, 64, 64)
+NARROW_16, NARROW_32, WIDE, WIDE_PAIRED = range(4)
 # What starting a sequence costs a CTA, in blocks of 64 tokens: its query, first loads, and output.
 OVERHEAD_BLOCKS = 2
 # Blocks a split of a deterministic run holds, by default: 4,096 tokens.
@@ -54,7 +56,7 @@ class DecodeWorkspace:
 def choose_kernel(num_heads: int, max_q_len: int, *, deterministic: bool) -> int:
     """The kernel with the smallest tile that holds a sequence's rows, or the widest; by heads alone if deterministic."""
     rows = num_heads if deterministic else num_heads * max_q_len
-    return next((kernel for kernel, tile in enumerate(TILE_ROWS) if rows <= tile), len(TILE_ROWS) - 1)
+    return next((kernel for kernel in (NARROW_16, NARROW_32) if rows <= TILE_ROWS[kernel]), WIDE)
 
 
 def make_workspace(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rorqual.kernels.loader import KernelLibrary
-from rorqual.kernels.mla import DecodeWorkspace, make_workspace, mla_decode, plan_decode
+from rorqual.kernels.mla import TILE_ROWS, DecodeWorkspace, make_workspace, mla_decode, plan_decode
 from rorqual.kernels.reference_paged import mla_decode_paged
 
 NAN = float("nan")
@@ -177,12 +177,15 @@ def test_several_query_tokens(
     assert_matches(case.run(workspace, library), case.reference())
 
 
-@pytest.mark.parametrize("kernel", [0, 1, 2])
+@pytest.mark.parametrize("kernel", range(len(TILE_ROWS)))
 @pytest.mark.parametrize("num_parts", [1, 3, 7])
 def test_any_cut(device: torch.device, library: KernelLibrary, kernel: int, num_parts: int) -> None:
-    """Few parts, so that one takes several sequences, and starts and ends in the middle of one."""
-    case = make_case(device, [130, 700, 0, 64, 333, 1], 20, 2)
-    workspace = make_workspace(device, max_batch=6, num_heads=20, max_q_len=2, kernel=kernel, num_parts=num_parts)
+    """Few parts, so that one takes several sequences, and starts and ends in the middle of one.
+
+    80 rows are several tiles of every kernel, and the last tile of some sequences has no valid row.
+    """
+    case = make_case(device, [130, 700, 0, 64, 333, 1], 40, [2, 1, 2, 1, 2, 0])
+    workspace = make_workspace(device, max_batch=6, num_heads=40, max_q_len=2, kernel=kernel, num_parts=num_parts)
     assert_matches(case.run(workspace, library), case.reference())
 
 

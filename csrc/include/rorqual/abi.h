@@ -62,7 +62,7 @@ typedef struct {
 int64_t rorqual_mla_plan_words(int32_t num_parts, int32_t batch);
 int rorqual_mla_plan(const RorqualMlaPlan* args, void* stream);
 
-/* kernel: 0 tiles of 16 (query token, head) rows, 1 of 32, 2 of 64. */
+/* kernel: 0 tiles of 16 (query token, head) rows, 1 of 32, 2 of 64, 3 of 64 with pairs of tiles that share loads. */
 int32_t rorqual_mla_tile_rows(int32_t kernel);
 
 typedef struct {
