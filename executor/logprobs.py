@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from .sampler import bound_of_kth_largest
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
@@ -43,7 +45,7 @@ def token_logprobs(
     ids = token_ids.tolist()
     if num_top == 0:
         return [TokenLogprob(ids[i], own_logprob[i], ranks[i], (), ()) for i in range(num_rows)]
-    least = np.partition(logits, vocab_size - num_top, axis=1)[:, vocab_size - num_top]
+    least = bound_of_kth_largest(logits, num_top)
     result = []
     for i in range(num_rows):
         candidates = np.flatnonzero(logits[i] >= least[i])

@@ -4,8 +4,7 @@ The definition, for a row of float32 logits l (over the vocabulary), its paramet
 
 1. l += logit_bias; repetition penalty r over prompt and generated tokens (l > 0: l / r, else l * r); minus
    frequency_penalty * count + presence_penalty for generated tokens; stop tokens are impossible before min_tokens.
-2. temperature 0 (below 1e-5): the largest l, the lowest id among equals. Otherwise p = softmax((l - max l) / T) in
-   float32.
+2. temperature 0 (below 1e-5): the largest l, the lowest id among equals. Otherwise p = softmax(l / T) in float32.
 3. Truncation keeps a prefix of the tokens in descending order of p (equals: lower id first): at most top_k of them;
    of these the shortest prefix whose share of their mass is at least top_p; of these those with p >= min_p * max p.
 4. The token is the first, in the order of ids, at which the running sum of kept p (float64) exceeds u times the whole.
@@ -31,6 +30,10 @@ _UNIFORMS_AHEAD = 64  # random numbers are made for so many positions at a time
 _SUM_BLOCK = 128  # running sums go over blocks first: a scan of 8,192 values costs 130 us, one of 64 and 128 five
 _FOLD = 16  # the k-th largest of the maxima of disjoint sets of so many tokens bounds the k-th largest of all
 _FIRST_GUESS = 64  # candidates that a nucleus is first looked for in
+_BIN_BITS = 18  # low bits of a float32 that a histogram of probabilities leaves out: 32 bins for each power of two
+_NUM_BINS = (0x3F800000 >> _BIN_BITS) + 1  # up to probability 1
+
+_LEAST = np.float32(1e-45)  # the smallest positive float32
 
 Float32s = npt.NDArray[np.float32]
 Float64s = npt.NDArray[np.float64]
@@ -203,7 +206,7 @@ class Sampler:
         for kind, choose in ((_PLAIN, self._choose_plain), (_TRUNCATED, self._choose_truncated)):
             chosen = np.flatnonzero(kinds == kind)
             if chosen.size:
-                best_ids[chosen] = choose(self._probabilities(rows, best, chosen), numbers[chosen], chosen)
+                best_ids[chosen] = choose(self._probabilities(rows, chosen), numbers[chosen], chosen)
         return best_ids, sound
 
     def _numbers(self, kinds: npt.NDArray[np.uint8], positions: Int64s) -> Float64s:
@@ -218,13 +221,12 @@ class Sampler:
         numbers: Float64s = self._uniforms[np.arange(num_rows), positions - start]
         return numbers
 
-    def _probabilities(self, rows: Float32s, best: Float32s, chosen: Int64s) -> Float32s:
-        """softmax((l - max l) / T) of the chosen rows: [len(chosen), width]."""
+    def _probabilities(self, rows: Float32s, chosen: Int64s) -> Float32s:
+        """softmax(l / T) of the chosen rows: [len(chosen), width]."""
         picked = rows if chosen.size == rows.shape[0] else rows[chosen]
         scaled = self._scaled[: chosen.size]
         inside = scaled[:, : self.vocab_size]
-        torch.sub(torch.from_numpy(picked), torch.from_numpy(best[chosen, None]), out=inside)
-        inside.div_(torch.from_numpy(self._temperature[chosen, None]))
+        torch.div(torch.from_numpy(picked), torch.from_numpy(self._temperature[chosen, None]), out=inside)
         probabilities: Float32s = torch.softmax(scaled, dim=-1).numpy()
         return probabilities
 
@@ -243,25 +245,21 @@ class Sampler:
         return block * _SUM_BLOCK + offset
 
     def _choose_truncated(self, p: Float32s, numbers: Float64s, chosen: Int64s) -> Int64s:
-        """Steps 3 and 4 over the tokens that can be kept at all: far fewer than the vocabulary, mostly.
+        """Steps 3 and 4 among the likeliest tokens: some 64, or as many as top_k asks for.
 
-        First among some 64 likeliest; rows whose nucleus may be larger are looked at again with a cutoff that
-        cannot fail: tokens with p < (1 - top_p) / vocab_size together have less mass than top_p leaves out.
+        Nearly every nucleus lies within them; rows where it does not are cut by a histogram instead.
         """
         top_p, top_k = self._top_p[chosen], self._top_k[chosen]
         # (Beside top_k, top_p's share is of the top k's mass, which min_p must not have cut before.)
         floor = np.where((top_k > 0) & (top_p < 1.0), 0.0, self._min_p[chosen] * p.max(axis=1))
-        maxima = np.sort(p.reshape(p.shape[0], _FOLD, -1).max(axis=1), axis=1)[:, ::-1]
-        num_sets = maxima.shape[1]
-        k = np.where(top_k > 0, top_k, _FIRST_GUESS)
-        bound = np.where(k <= num_sets, maxima[np.arange(p.shape[0]), np.minimum(k, num_sets) - 1], 0.0)
-        safe = np.where(top_k > 0, 0.0, 0.5 * (1.0 - top_p) / self.vocab_size)
-        tokens, enough = self._choose_among(p, np.maximum(np.maximum(bound, safe), floor), numbers, chosen)
-        # top_k's bound never loses a candidate, nor does min_p's; the guess for a nucleus may.
-        again = np.flatnonzero(~enough & (top_k == 0) & (bound > np.maximum(safe, floor)))
-        if again.size:
-            cutoff = np.maximum(safe, floor)[again]
-            tokens[again], _ = self._choose_among(p[again], cutoff, numbers[again], chosen[again])
+        wants_guess = (top_k == 0) & (top_p < 1.0)
+        bound = bound_of_kth_largest(p, np.where(wants_guess, _FIRST_GUESS, top_k))
+        tokens, within = self._choose_among(p, np.maximum(bound, floor), numbers, chosen)
+        wide = np.flatnonzero(wants_guess & ~within & (bound > floor))
+        if wide.size:
+            cut = np.stack([_nucleus(p[row], top_p[row]) for row in wide.tolist()])
+            cut[cut < floor[wide, None]] = 0.0
+            tokens[wide] = self._choose_plain(cut, numbers[wide], chosen[wide])
         return tokens
 
     def _choose_among(self, p: Float32s, cutoff: Float64s, numbers: Float64s, chosen: Int64s) -> tuple[Int64s, Bools]:
@@ -271,8 +269,7 @@ class Sampler:
         top_p, top_k, min_p = self._top_p[chosen], self._top_k[chosen], self._min_p[chosen]
         # Rounded down, so that no token at the cutoff is lost; never zero, so that impossible tokens stay out.
         low = np.nextafter(cutoff.astype(np.float32), np.float32(0.0))
-        mask = p >= np.maximum(low, np.float32(1e-45))[:, None]
-        row, token_ids = np.divmod(np.flatnonzero(mask), p.shape[1])
+        row, token_ids = np.divmod(np.flatnonzero(p >= np.maximum(low, _LEAST)[:, None]), p.shape[1])
         counts = np.bincount(row, minlength=num_rows)
         column = np.arange(row.size) - np.repeat(np.cumsum(counts) - counts, counts)
         values = np.zeros((num_rows, int(counts.max())), np.float32)  # candidates, in the order of ids
@@ -288,7 +285,6 @@ class Sampler:
         keep = np.where(top_k > 0, np.minimum(top_k, counts), counts)
         whole = np.where(top_k > 0, running[each, keep - 1], 1.0)
         nucleus = (running < (top_p * whole)[:, None]).sum(axis=1) + 1
-        enough = nucleus <= counts
         keep = np.minimum(keep, np.where(top_p < 1.0, nucleus, keep))
         likely = (sorted_p.astype(np.float64) >= (min_p * sorted_p[:, 0])[:, None]).sum(axis=1)
         keep = np.minimum(keep, np.maximum(likely, 1))
@@ -296,7 +292,37 @@ class Sampler:
         kept = np.where(keys <= last[:, None], values, np.float32(0.0)).astype(np.float64)
         running = np.cumsum(kept, axis=1)
         column = _first_above(running, numbers * running[:, -1], kept > 0)
-        return (keys[each, column] & np.uint64(0xFFFFFFFF)).astype(np.int64), enough | (top_p >= 1.0)
+        return (keys[each, column] & np.uint64(0xFFFFFFFF)).astype(np.int64), nucleus <= counts
+
+
+def bound_of_kth_largest(x: Float32s, k: Int64s | int) -> Float32s:
+    """For each row a number that at least k of its values reach, and few more: the k-th largest of the maxima of
+    disjoint sets. -inf where there are fewer sets than k, or k is 0."""
+    num_sets = x.shape[1] // _FOLD
+    if num_sets == 0:
+        return np.full(x.shape[0], -np.inf, np.float32)
+    maxima = np.sort(x[:, : num_sets * _FOLD].reshape(x.shape[0], _FOLD, num_sets).max(axis=1), axis=1)
+    k = np.broadcast_to(k, x.shape[0])
+    in_range = (k > 0) & (k <= num_sets)
+    bound = maxima[np.arange(x.shape[0]), num_sets - np.where(in_range, k, 1)]
+    return np.where(in_range, bound, np.float32(-np.inf))
+
+
+def _nucleus(p: Float32s, top_p: float) -> Float32s:
+    """One row with what lies outside its nucleus set to 0: a histogram finds where it ends, one bin is sorted."""
+    bins = p.view(np.uint32) >> _BIN_BITS
+    mass = np.bincount(bins, weights=p, minlength=_NUM_BINS)[::-1].cumsum()  # of this bin and those above
+    from_top = int((mass < top_p).sum())
+    if from_top >= mass.size:
+        return p.copy()
+    edge = mass.size - 1 - from_top
+    before = mass[from_top - 1] if from_top else 0.0
+    inside = np.flatnonzero(bins == edge)
+    order = inside[np.argsort(-p[inside], kind="stable")]
+    keep = int((before + np.cumsum(p[order].astype(np.float64)) < top_p).sum()) + 1
+    cut: Float32s = np.where(bins > edge, p, np.float32(0.0))
+    cut[order[:keep]] = p[order[:keep]]
+    return cut
 
 
 def _first_above(running: Float64s, target: Float64s, possible: Bools) -> Int64s:

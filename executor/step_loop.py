@@ -113,7 +113,6 @@ class StepLoop:
         self._traced = traced
         self._monotonic_s = monotonic_s
         self._time_ns = time_ns
-        self._forms_apart = limits.deterministic
 
         self.outbox = Outbox()
         self.inventory = BlockInventory()
@@ -311,6 +310,11 @@ class StepLoop:
                 f"a chunk of sequence {order.seq_id} has {order.end - order.start} tokens; "
                 f"a step has room for {self._limits.chunk_budget} beside its decodes"
             )
+        if self._limits.deterministic and not _has_fixed_edges(order, sequence.num_prompt_tokens):
+            raise OrderError(
+                f"a chunk of sequence {order.seq_id} covers [{order.start}, {order.end}) of a prompt of "
+                f"{sequence.num_prompt_tokens}: a deterministic executor needs edges at multiples of {BLOCK_SIZE}"
+            )
         sequence.num_queued = order.end
         self._chunks.append(Chunk(sequence, order.start, order.end, order.token_ids))
 
@@ -466,7 +470,7 @@ class StepLoop:
             buffers.positions[row:stop] = positions
             blocks = table.numpy()[positions // BLOCK_SIZE].astype(np.int64)
             buffers.slots[row:stop] = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
-            edge = min(max(sequence.num_prompt_tokens, start), end) if self._forms_apart else end
+            edge = min(max(sequence.num_prompt_tokens, start), end) if self._limits.deterministic else end
             if start < edge:
                 segments.append(Segment(row, edge - start, start, table, Form.PREFILL))
             if edge < end:
@@ -588,6 +592,13 @@ class StepLoop:
         trace.events.append(
             ("prefill_chunk", self._time_ns(), {"start": chunk.start, "end": chunk.end, "step_id": self._step_id})
         )
+
+
+def _has_fixed_edges(order: Prefill, num_prompt_tokens: int) -> bool:
+    """Whether a chunk's edges inside the prompt are at multiples of a block, so that they are the same in any run."""
+    return (order.start % BLOCK_SIZE == 0 or order.start >= num_prompt_tokens) and (
+        order.end % BLOCK_SIZE == 0 or order.end >= num_prompt_tokens
+    )
 
 
 def _prompt_logprobs(chunk: Chunk, logits: torch.Tensor) -> LogprobItem:

@@ -255,6 +255,7 @@ class FakeScheduler(executor_pb2_grpc.ExecutorLinkServiceServicer):
         self.peer_timeout_ms = peer_timeout_ms
         self.protocol_version = protocol_version
         self.refuse: Exception | None = None
+        self.num_refused = 0
         self.hellos: asyncio.Queue[executor_pb2.Hello] = asyncio.Queue()
         self.reports: asyncio.Queue[executor_pb2.Report] = asyncio.Queue()
         self.received = Received()
@@ -279,6 +280,7 @@ class FakeScheduler(executor_pb2_grpc.ExecutorLinkServiceServicer):
         self, request_iterator: AsyncIterator[executor_pb2.ConnectRequest], context: Any
     ) -> AsyncIterator[executor_pb2.ConnectResponse]:
         if self.refuse is not None:
+            self.num_refused += 1
             raise self.refuse
         first = await anext(request_iterator)
         self._outgoing = asyncio.Queue()

@@ -366,6 +366,19 @@ def test_deterministic_splits_a_history_between_the_forms() -> None:
     assert d.report()[1].token_ids == d.model.continuation(history, 2)
 
 
+def test_deterministic_refuses_edges_that_another_run_would_not_have() -> None:
+    d = Driven(deterministic=True)
+    tokens = prompt(80)
+    d.order(admit(1, tokens, [0, 1]), prefill(1, tokens, 0, 63))
+    d.run()
+    assert "edges at multiples of 64" in str(d.errors[0])
+    d.reset()
+    d.order(admit(1, tokens, [0, 1], num_prompt=66, max_total=82), prefill(1, tokens, 0, 64))
+    d.order(prefill(1, tokens, 64, 75), prefill(1, tokens, 75))
+    d.run()
+    assert d.report()[1].token_ids == d.model.continuation(tokens, 2)
+
+
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
 SAMPLINGS = [
     {"temperature": 0.0},
