@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -48,6 +49,7 @@ class Up:
 
     def __init__(self, served_model: Any, environ: dict[str, str], folder: Path, wait_until: WaitUntil) -> None:
         self.output = folder / "output"
+        self.children: list[int] = []
         flags = ["--port=0", "--grpc-port=0", f"--log-dir={folder / 'logs'}", *served_model.flags]
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
@@ -63,6 +65,9 @@ class Up:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
+        for pid in self.children:  # a failing test leaves nothing behind either
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -195,7 +196,12 @@ time.sleep(60)
         launcher.wait()
         if launcher.stdout is not None:
             launcher.stdout.close()
-    wait_until(lambda: all(gone(pid) for pid in pids), "the processes end with their launcher")
+    try:
+        wait_until(lambda: all(gone(pid) for pid in pids), "the processes end with their launcher")
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_a_reserved_port_can_be_served_on_and_is_given_to_nobody_else() -> None:
