@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from rorqual.core.blocks import BLOCK_SIZE
 from rorqual.core.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -366,7 +367,7 @@ class SchedulerCore:
         if seq.max_blocks > num_blocks:
             self._outgrown(seq, model, num_blocks)
             return True
-        seq.hash_blocks(seq.num_tokens // 64, model, caching=self._config.enable_prefix_caching)
+        seq.hash_blocks(seq.num_tokens // BLOCK_SIZE, model, caching=self._config.enable_prefix_caching)
         best: tuple[ExecutorState, Plan] | None = None
         for executor in self._executors.values():
             if seq.max_blocks <= executor.cache.num_blocks:

@@ -215,10 +215,13 @@ class Engine:
         self._closing = True
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
+        error = UnavailableError("the scheduler is shutting down")
         for peer in list(self._peers):
-            peer.fail(UnavailableError("the scheduler is shutting down"))
-        for stream in self._streams.values():
-            stream.outbox.fail(UnavailableError("the scheduler is shutting down"))
+            peer.fail(error)
+        for stream_id, stream in self._streams.items():
+            stream.outbox.fail(error)
+            if stream.trace is not None:
+                stream.trace.follow(StreamFailed(stream_id, error))
         self.update_metrics()
 
     # -- effects --------------------------------------------------------------------------------------

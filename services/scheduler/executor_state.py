@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from rorqual.core.blocks import BLOCK_SIZE
@@ -34,6 +34,7 @@ class ExecutorState:
         "_caching",
         "_computing",
         "_num_batches",
+        "_num_by_priority",
         "_num_prefilling",
         "_orders",
         "_outstanding",
@@ -67,6 +68,7 @@ class ExecutorState:
         self._caching = caching
         self.sequences: dict[int, Sequence] = {}  # RUNNING and DRAINING, by id
         self.num_running = 0
+        self._num_by_priority: Counter[int] = Counter()  # of the running
         self.draining: deque[tuple[int, int, Sequence]] = deque()  # (batch of its Drop, id, sequence), in order
         self.hungry: dict[int, Sequence] = {}  # want a block and got none
         self.woken: list[Sequence] = []  # followers whose block is computed, or will not be
@@ -99,13 +101,15 @@ class ExecutorState:
 
     def plan(self, seq: Sequence) -> Plan | None:
         """How `seq` would be admitted here now; None where it would have to wait."""
+        if self.num_running >= self.max_num_seqs or self._is_closed:
+            return None
         most = self._num_sharable(seq)
         matched = wanted = self.cache.num_matched(seq.hashes, most)
         while wanted < most and seq.hashes[wanted] in self._computing:
             wanted += 1
         if wanted > matched:
             return Plan(matched, seq.hashes[wanted - 1], self._cost(seq, wanted))
-        if self.num_running >= self.max_num_seqs or self._is_closed or self._num_short(seq, matched) > 0:
+        if self._num_short(seq, matched) > 0:
             return None
         return Plan(matched, None, self._cost(seq, matched))
 
@@ -138,9 +142,9 @@ class ExecutorState:
     def victims_for(self, seq: Sequence) -> list[Sequence]:
         """Sequences of a lower priority class whose leaving would let `seq` in, worst first; empty if none would do."""
         priority = seq.request.priority
-        lower = [s for s in self.sequences.values() if s.state is State.RUNNING and s.request.priority > priority]
-        if not lower or self._is_closed:
+        if self._is_closed or not any(p > priority for p in self._num_by_priority):
             return []
+        lower = [s for s in self.sequences.values() if s.state is State.RUNNING and s.request.priority > priority]
         lower.sort(key=lambda s: s.rank, reverse=True)
         short_blocks = self._num_short(seq, self.cache.num_matched(seq.hashes, self._num_sharable(seq)))
         short_slots = self.num_running + 1 - self.max_num_seqs
@@ -178,6 +182,7 @@ class ExecutorState:
         self._set_limit(seq, ahead)
         self.sequences[seq_id] = seq
         self.num_running += 1
+        self._num_by_priority[request.priority] += 1
         for i in range(num_cached, seq.num_tokens // BLOCK_SIZE):
             self._computing.setdefault(seq.hashes[i], seq)
         self._num_prefilling += 1
@@ -330,6 +335,9 @@ class ExecutorState:
         self.hungry.pop(seq.seq_id, None)
         del self.sequences[seq.seq_id]
         self.num_running -= 1
+        self._num_by_priority[seq.request.priority] -= 1
+        if not self._num_by_priority[seq.request.priority]:
+            del self._num_by_priority[seq.request.priority]
 
     def drop(self, seq: Sequence) -> None:
         """Order `seq` out. Its blocks may be handed out again at once, since orders are applied in order."""

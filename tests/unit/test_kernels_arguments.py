@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rorqual.kernels import elementwise, reference
+from rorqual.kernels import elementwise, moe, reference
 from rorqual.kernels.mla import choose_kernel, make_workspace, mla_decode, plan_decode
 from rorqual.kernels.reference_paged import mla_decode_paged
 
@@ -169,3 +169,24 @@ def test_a_deterministic_workspace_holds_every_split() -> None:
     assert workspace.split_capacity == 3 * 5
     assert workspace.partial_out.shape == (15, 32, 512)
     assert workspace.num_bytes == 15 * 32 * 513 * 4 + workspace.plan.numel() * 4
+
+
+def test_permute_puts_choices_in_expert_order() -> None:
+    ids = torch.tensor([[2, 0], [0, -1], [2, 3]], dtype=torch.int32)
+    got = moe.permute(ids, 4, row_alignment=2)
+    assert got.expert_starts.tolist() == [0, 2, 2, 4, 6]
+    assert got.choice_of[:6].tolist() == [1, 2, 0, 4, 5, -1]
+    assert got.row_of.tolist() == [[2, 0], [1, -1], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "message"),
+    [
+        (torch.zeros((2, 2), dtype=torch.int64), {"num_experts": 4}, "topk_ids: needs torch.int32, got torch.int64"),
+        (torch.zeros((2, 2), dtype=torch.int32), {"num_experts": 513}, r"num_experts must be in \[1, 512\], got 513"),
+        (torch.zeros((2, 2), dtype=torch.int32), {"num_experts": 4, "row_alignment": 0}, "row_alignment must be >= 1"),
+    ],
+)
+def test_permute_refuses(ids: torch.Tensor, options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        moe.permute(ids, **options)

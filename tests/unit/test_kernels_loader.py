@@ -90,6 +90,8 @@ def test_the_loader_knows_the_header_s_version() -> None:
         ("RorqualMlaStore", abi.MlaStoreArgs),
         ("RorqualMlaPlan", abi.MlaPlanArgs),
         ("RorqualMlaDecode", abi.MlaDecodeArgs),
+        ("RorqualMoeRoute", abi.MoeRouteArgs),
+        ("RorqualMoePermute", abi.MoePermuteArgs),
     ],
 )
 def test_structs_lie_as_in_the_header(tmp_path: Path, c_name: str, struct: type[ctypes.Structure]) -> None:
