@@ -368,14 +368,7 @@ class SchedulerCore:
             self._outgrown(seq, model, num_blocks)
             return True
         seq.hash_blocks(seq.num_tokens // BLOCK_SIZE, model, caching=self._config.enable_prefix_caching)
-        best: tuple[ExecutorState, Plan] | None = None
-        for executor in self._executors.values():
-            if seq.max_blocks <= executor.cache.num_blocks:
-                plan = executor.plan(seq)
-                if plan is not None and (best is None or plan.cost < best[1].cost):
-                    best = executor, plan
-        if best is None:
-            best = self._make_room(seq)
+        best = self._cheapest_plan(seq) or self._make_room(seq)
         if best is None:
             return False
         executor, plan = best
@@ -386,6 +379,23 @@ class SchedulerCore:
         else:
             self._admit(executor, seq, plan)
         return True
+
+    def _cheapest_plan(self, seq: Sequence) -> tuple[ExecutorState, Plan] | None:
+        """Where the least is to be computed and waited for. Of those without its prefix only the idlest is looked at."""
+        best: tuple[ExecutorState, Plan] | None = None
+        strangers: list[ExecutorState] = []
+        for executor in self._executors.values():
+            if seq.max_blocks > executor.cache.num_blocks:
+                continue
+            if not executor.knows_prefix(seq):
+                strangers.append(executor)
+            elif (plan := executor.plan(seq)) is not None and (best is None or plan.cost < best[1].cost):
+                best = executor, plan
+        strangers.sort(key=ExecutorState.load)
+        for executor in strangers:
+            if (plan := executor.plan(seq)) is not None:
+                return (executor, plan) if best is None or plan.cost < best[1].cost else best
+        return best
 
     def _outgrown(self, seq: Sequence, model: ModelSpec, num_blocks: int) -> None:
         """The queue's head was accepted when a larger executor was there."""

@@ -113,6 +113,14 @@ class ExecutorState:
             return None
         return Plan(matched, None, self._cost(seq, matched))
 
+    def knows_prefix(self, seq: Sequence) -> bool:
+        """Whether the first block of `seq` is here, or being computed."""
+        return bool(seq.hashes) and (seq.hashes[0] in self._computing or self.cache.num_matched(seq.hashes, 1) > 0)
+
+    def load(self) -> int:
+        """The part of a newcomer's cost that is not its own."""
+        return policy.executor_load(self._backlog + self._outstanding, self.num_running)
+
     @property
     def _is_closed(self) -> bool:
         """Whether a newcomer would only wait here, or take a block that a running sequence needs."""
@@ -126,9 +134,7 @@ class ExecutorState:
         return (seq.num_tokens - 1) // BLOCK_SIZE
 
     def _cost(self, seq: Sequence, num_cached_blocks: int) -> int:
-        return policy.placement_cost(
-            seq.num_tokens - num_cached_blocks * BLOCK_SIZE, self._backlog + self._outstanding, self.num_running
-        )
+        return self.load() + seq.num_tokens - num_cached_blocks * BLOCK_SIZE
 
     def _num_short(self, seq: Sequence, num_matched: int) -> int:
         """Blocks that are lacking to admit `seq`."""

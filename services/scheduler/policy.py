@@ -68,6 +68,6 @@ def readmission_headroom(num_blocks: int) -> int:
     return num_blocks // 8
 
 
-def placement_cost(num_tokens_to_compute: int, prefill_backlog: int, num_running: int) -> int:
-    """Load of an executor as a newcomer meets it, in tokens: its own prefill, those before it, and company."""
-    return num_tokens_to_compute + prefill_backlog + _RUNNING_TOKENS * num_running
+def executor_load(prefill_backlog: int, num_running: int) -> int:
+    """How busy an executor is as a newcomer meets it, in tokens: the prefill before its own, and company."""
+    return prefill_backlog + _RUNNING_TOKENS * num_running
