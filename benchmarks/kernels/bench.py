@@ -1,6 +1,6 @@
 """Time the compiled kernels against their rooflines on one GPU.
 
-usage: python benchmarks/kernels/bench.py [--out benchmarks/results/h200-kernels.json] [--only mla,elementwise] [--variants]
+usage: python benchmarks/kernels/bench.py [--out benchmarks/results/h200-kernels.json] [--only mla,elementwise,moe] [--variants]
 
 Every time is the median over replays of a CUDA graph that holds one call for each of several input sets, which
 together exceed the L2 cache. "share" is the floor, the larger of bytes over the measured read bandwidth and FLOP
@@ -24,7 +24,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from rorqual.kernels import elementwise, mla  # noqa: E402
+from rorqual.kernels import elementwise, mla, moe  # noqa: E402
 from rorqual.kernels.reference_paged import mla_decode_paged  # noqa: E402
 
 SCALE = 192**-0.5
@@ -185,6 +185,41 @@ class Bench:
                 num_bytes=num_tokens * (2 * 1152 + 256 + 16 + num_heads * 256),
             )
 
+    def moe(self) -> None:
+        v2_lite: dict[str, Any] = {
+            "top_k": 6,
+            "scoring_func": "softmax",
+            "topk_method": "greedy",
+            "n_group": 1,
+            "topk_group": 1,
+        }
+        v3: dict[str, Any] = {
+            "top_k": 8,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "n_group": 8,
+            "topk_group": 4,
+        }
+        for num_experts, options in ((64, v2_lite), (256, v3)):
+            for num_tokens in (1, 64, 512, 8192):
+                logits = torch.randn((num_tokens, num_experts), device=self.device, generator=self.generator)
+                bias = torch.zeros(num_experts, device=self.device) if num_experts == 256 else None
+                scaling: dict[str, Any] = {"norm_topk_prob": True, "scale_normed": True, "routed_scaling_factor": 1.0}
+                ids, _ = moe.route(logits, bias, **options, **scaling)
+                shape = {"tokens": num_tokens, "experts": num_experts, "top_k": options["top_k"]}
+                self.report(
+                    "moe_route",
+                    shape,
+                    [partial(moe.route, logits, bias, **options, **scaling)],
+                    num_bytes=logits.numel() * 4 + ids.numel() * 8,
+                )
+                self.report(
+                    "moe_permute",
+                    shape,
+                    [partial(moe.permute, ids, num_experts, row_alignment=64)],
+                    num_bytes=ids.numel() * 12,
+                )
+
     def mla(self) -> None:
         for num_heads in (16, 128):
             for batch in (1, 32, 128):
@@ -287,7 +322,7 @@ def nvcc_version() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "h200-kernels.json")
-    parser.add_argument("--only", default="elementwise,mla")
+    parser.add_argument("--only", default="mla,elementwise,moe")
     parser.add_argument("--variants", action="store_true", help="also time other cuts, overheads and kernels")
     parser.add_argument("--commit", default=None, help="what to record where there is no git")
     args = parser.parse_args()
@@ -307,7 +342,7 @@ def main() -> None:
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for part in args.only.split(","):
-        {"elementwise": bench.elementwise, "mla": bench.mla}[part]()
+        {"elementwise": bench.elementwise, "mla": bench.mla, "moe": bench.moe}[part]()
         args.out.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record))
 

@@ -47,3 +47,19 @@ class MlaDecodeArgs(ctypes.Structure):
         i32="batch num_heads max_q_len num_parts split_blocks split_capacity kernel",
         f32="softmax_scale",
     )
+
+
+class MoeRouteArgs(ctypes.Structure):
+    _fields_: ClassVar = _fields(
+        ptr="topk_ids topk_weights logits bias",
+        i64="logits_stride",
+        i32="num_tokens num_experts top_k num_groups topk_group sigmoid group_by_two normalize",
+        f32="scale",
+    )
+
+
+class MoePermuteArgs(ctypes.Structure):
+    _fields_: ClassVar = _fields(
+        ptr="expert_starts choice_of row_of topk_ids",
+        i32="num_choices num_experts row_alignment",
+    )

@@ -84,6 +84,30 @@ typedef struct {
 } RorqualMlaDecode;
 int rorqual_mla_decode(const RorqualMlaDecode* args, void* stream);
 
+typedef struct {
+  void* topk_ids;     /* i32 [num_tokens, top_k], best first, the lower index first among equals */
+  void* topk_weights; /* f32 [num_tokens, top_k] */
+  const void* logits; /* f32 [num_tokens, num_experts] */
+  const void* bias;   /* f32 [num_experts] or NULL: added for the ranking, not to the weights */
+  int64_t logits_stride;
+  int32_t num_tokens, num_experts, top_k;
+  int32_t num_groups, topk_group; /* equal: no limit by groups */
+  int32_t sigmoid;                /* 1: sigmoid scores; 0: softmax */
+  int32_t group_by_two;           /* 1: a group ranks by the sum of its two best; 0: by its best */
+  int32_t normalize;              /* 1: divide the weights by their sum */
+  float scale;                    /* then multiply them */
+} RorqualMoeRoute;
+int rorqual_moe_route(const RorqualMoeRoute* args, void* stream);
+
+typedef struct {
+  void* expert_starts;  /* i32 [num_experts + 1], multiples of row_alignment */
+  void* choice_of;      /* i32 [>= num_choices + num_experts * (row_alignment - 1)], -1 = padding */
+  void* row_of;         /* i32 [num_choices], -1 = no expert */
+  const void* topk_ids; /* i32 [num_choices]; outside [0, num_experts): no expert */
+  int32_t num_choices, num_experts, row_alignment;
+} RorqualMoePermute;
+int rorqual_moe_permute(const RorqualMoePermute* args, void* stream);
+
 #ifdef __cplusplus
 }
 #endif

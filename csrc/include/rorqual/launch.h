@@ -85,4 +85,28 @@ constexpr int mla_tile_rows(MlaDecodeKernel kernel) {
   return kernel == MlaDecodeKernel::kNarrow16 ? 16 : kernel == MlaDecodeKernel::kNarrow32 ? 32 : 64;
 }
 
+struct MoeRouteParams {
+  int* topk_ids;        // [num_tokens, top_k], best first
+  float* topk_weights;  // [num_tokens, top_k]
+  const float* logits;  // [num_tokens, num_experts]
+  const float* bias;    // [num_experts] or null: added for the ranking, not to the weights
+  int64_t logits_stride;
+  int num_tokens, num_experts, top_k;
+  int num_groups, group_size, topk_group;  // topk_group == num_groups: no limit
+  bool sigmoid;                            // else softmax
+  bool group_by_two;                       // a group's rank is the sum of its two best, else its best
+  bool normalize;
+  float scale;
+};
+cudaError_t launch_moe_route(const MoeRouteParams& p, cudaStream_t stream);
+
+struct MoePermuteParams {
+  int* expert_starts;   // [num_experts + 1]: rows of expert e are [starts[e], starts[e + 1]), padding last
+  int* choice_of;       // [rows]: which choice a row is, -1 for padding; rows from starts[num_experts] on: untouched
+  int* row_of;          // [num_choices]: the inverse; -1 where topk_ids is no expert
+  const int* topk_ids;  // [num_choices]
+  int num_choices, num_experts, row_alignment;
+};
+cudaError_t launch_moe_permute(const MoePermuteParams& p, cudaStream_t stream);
+
 }  // namespace rorqual
