@@ -41,7 +41,8 @@ def tokens_ahead(step_time_us: float, tokens_per_step: int) -> int:
     """
     if step_time_us <= 0.0:
         return 2 * BLOCK_SIZE
-    return max(_LEAST_AHEAD, min(_MOST_AHEAD, int(_HIDDEN_US / step_time_us * tokens_per_step) + tokens_per_step))
+    hidden = min(_MOST_AHEAD, _HIDDEN_US / step_time_us * tokens_per_step)  # bounded first: the quotient may be inf
+    return max(_LEAST_AHEAD, min(_MOST_AHEAD, int(hidden) + tokens_per_step))
 
 
 def affordable_ahead(ahead: int, num_free_blocks: int, num_running: int) -> int:

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rorqual.core.errors import InvalidRequestError, PreconditionError, UnavailableError
@@ -40,6 +40,7 @@ def test_a_chunk_needs_room_for_a_block() -> None:
 
 
 @settings(deadline=None)
+@example(5e-324, 1, 100, 1)  # a step time so small that the number of steps it fits is inf
 @given(st.floats(0, 1e6), st.integers(1, 8), st.integers(0, 10_000), st.integers(0, 5000))
 def test_look_ahead_never_vanishes_and_follows_memory(
     step_us: float, per_step: int, num_free: int, num_running: int
