@@ -59,8 +59,7 @@ def prepare(config: ExecutorConfig) -> Prepared:
     if config.device == "cuda":
         raise ConfigError("--device cuda is not served by this version; use --device cpu", field="device")
     path = Path(config.model) if config.model else SHIPPED_MODEL
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
+    torch.set_num_threads(num_threads(config))
     model_config = load_config(path)
     is_len_fixed = config.max_model_len > 0
     max_model_len = config.max_model_len or model_config.max_position_embeddings
@@ -112,6 +111,15 @@ def prepare(config: ExecutorConfig) -> Prepared:
     )
 
 
+def num_threads(config: ExecutorConfig) -> int:
+    """Threads that compute: every core this process may use, unless told otherwise.
+
+    Measured on 2 cores that the other processes and more besides shared, 16 streams of the embedded shape: 250
+    tokens/s with two threads, 150 with one.
+    """
+    return config.num_threads or len(os.sched_getaffinity(0))
+
+
 def warm_up(model: DeepseekModel, cache: LatentCache) -> int:
     """One prefill and two decode steps on blocks that nobody holds yet; returns bytes of workspace this left behind.
 
@@ -145,7 +153,7 @@ async def serve(config: ExecutorConfig, prepared: Prepared, stop: asyncio.Event,
         max_num_batched_tokens=config.max_num_batched_tokens,
         deterministic=config.deterministic,
     )
-    loop = StepLoop(model, cache, limits, num_threads=config.num_threads, traced=telemetry.enabled)
+    loop = StepLoop(model, cache, limits, num_threads=num_threads(config), traced=telemetry.enabled)
     event_loop = asyncio.get_running_loop()
     crashed: asyncio.Future[BaseException] = event_loop.create_future()
     loop.on_crash = lambda error: _set_from_thread(event_loop, crashed, error)

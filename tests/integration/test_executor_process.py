@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
@@ -22,7 +23,7 @@ from executor.app import Prepared, prepare, serve, warm_up
 from executor.memory import plan_cpu_cache
 from executor.observe import StepObserver
 from rorqual.core.config import ExecutorConfig, TelemetryConfig
-from rorqual.core.errors import ConfigError
+from rorqual.core.errors import ConfigError, InternalError
 from rorqual.telemetry import Telemetry
 from tests.support.executor_fakes import Driven, FakeScheduler, admit, copy, drop, extend, prefill
 
@@ -223,6 +224,38 @@ async def test_serve_says_hello_with_all_that_it_is(
     assert len(hello.model.fingerprint) == 32
     assert (hello.max_num_seqs, hello.max_num_batched_tokens, hello.group_size) == (16, 272, 1)
     assert hello.memory.kv_cache_bytes == 64 * group.block_bytes
+
+
+class Broken:
+    """A model that fails after its warm-up."""
+
+    def __init__(self, model: Any) -> None:
+        self.config = model.config
+        self._model = model
+        self._calls = 0
+
+    def forward(self, batch: Any, kv_cache: Any) -> Any:
+        self._calls += 1
+        if self._calls > 3:
+            raise RuntimeError("broken on purpose")
+        return self._model.forward(batch, kv_cache)
+
+
+async def test_a_step_loop_that_fails_ends_the_process(deterministic: Prepared, model_folder: Path) -> None:
+    scheduler = FakeScheduler()
+    port = await scheduler.start()
+    config = settings(model_folder, scheduler=f"127.0.0.1:{port}")
+    broken: Any = Broken(deterministic.model)
+    switch_interval = sys.getswitchinterval()
+    try:
+        task = asyncio.create_task(serve(config, dataclasses.replace(deterministic, model=broken), asyncio.Event()))
+        await scheduler.hello()
+        scheduler.order(admit(1, [1, 2], [0], max_total=9), prefill(1, [1, 2]))
+        with pytest.raises(InternalError, match="broken on purpose"):
+            await asyncio.wait_for(task, 20.0)
+    finally:
+        sys.setswitchinterval(switch_interval)
+        await scheduler.stop()
 
 
 def start_process(folder: Path, *flags: str, **environ: str) -> subprocess.Popen[str]:
