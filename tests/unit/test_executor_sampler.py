@@ -86,7 +86,7 @@ SPEC = st.builds(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_every_row_follows_the_definition_and_is_alone(data: st.DataObject) -> None:
     vocab = data.draw(st.sampled_from([2, 97, 128, 1000, 8192]))

@@ -422,7 +422,7 @@ def test_a_resume_continues_as_if_nothing_had_happened(sampling: dict[str, objec
         assert two.report()[3].token_ids == expected[num_held:]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_tokens_do_not_depend_on_what_happens_around(data: st.DataObject) -> None:
     """Any mix of admissions, chunk edges, limits, drops and report times: each sequence gets its own tokens."""
