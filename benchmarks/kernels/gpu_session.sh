@@ -7,7 +7,7 @@ cd "$(dirname "$0")/../.."
 out=${OUT:-build/gpu-session}
 mkdir -p "$out"
 steps=${STEPS:-build test bench sanitize}
-pytest="python3 -m pytest -c /dev/null --rootdir=. -p no:cacheprovider --import-mode=importlib -W ignore -q"
+pytest="python3 -m pytest -c /dev/null --rootdir=. --confcutdir=tests/gpu -p no:cacheprovider --import-mode=importlib -W ignore -q"
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 summary=$out/summary.txt
 : >"$summary"
@@ -36,10 +36,6 @@ for part in $steps; do
     step memcheck 100 compute-sanitizer --tool memcheck --error-exitcode 9 --launch-timeout 60 \
       $pytest tests/gpu -k "(edges and (16 or 32 or 128)) or any_cut or (several and 5) or (mla_store and 65) or (rms_norm and 7)"
     grep -E 'ERROR SUMMARY|Invalid|passed|failed|=========.*(at |by )' "$out/memcheck.log" | sort | uniq -c | sort -rn | head -20
-    ;;
-  race)
-    step racecheck 60 compute-sanitizer --tool racecheck --error-exitcode 9 $pytest tests/gpu -k "edges and (16 or 128) and False"
-    grep -E 'SUMMARY|hazard|passed|failed' "$out/racecheck.log" | cut -c1-200 | sort | uniq -c | sort -rn | head -10
     ;;
   bench)
     step bench 120 python3 benchmarks/kernels/bench.py --out "$out/h200-kernels.json" \
