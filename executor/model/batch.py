@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class Segment:
     start_row: int
     num_rows: int
     start_position: int
-    block_table: torch.Tensor  # int32 or int64 [>= ceil((start_position + num_rows) / 64)], block ids
+    block_table: torch.Tensor  # on the host, int32 or int64 [>= ceil((start_position + num_rows) / 64)], block ids
     form: Form
 
     @property
@@ -68,6 +69,18 @@ class ForwardBatch:
     @property
     def num_rows(self) -> int:
         return self.token_ids.shape[0]
+
+    def to(self, device: torch.device) -> ForwardBatch:
+        """The same with its rows on `device`; block tables stay on the host, where the plan is made."""
+        if self.token_ids.device == device:
+            return self
+        return dataclasses.replace(
+            self,
+            token_ids=self.token_ids.to(device),
+            positions=self.positions.to(device),
+            slot_mapping=self.slot_mapping.to(device),
+            logit_rows=self.logit_rows.to(device),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,8 @@ class RopeConfig:
         """The factor on 1 / sqrt(head width): mscale(mscale_all_dim) squared."""
         if self.rope_type != "yarn" or not self.mscale_all_dim:
             return 1.0
-        return yarn_mscale(self.factor, self.mscale_all_dim) ** 2
+        mscale = yarn_mscale(self.factor, self.mscale_all_dim)
+        return mscale * mscale
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -107,7 +108,7 @@ class ModelConfig:
 
     @property
     def softmax_scale(self) -> float:
-        return self.qk_head_dim**-0.5 * self.rope.softmax_scale_factor
+        return float(self.qk_head_dim**-0.5) * self.rope.softmax_scale_factor
 
     def is_moe_layer(self, layer_idx: int) -> bool:
         return (
@@ -361,7 +362,9 @@ def _check(config: ModelConfig, source: str) -> None:
             refuse(f"topk_group {config.topk_group} is not within 1 and n_group {config.n_group}.")
         candidates = config.n_routed_experts // config.n_group * config.topk_group
         if config.num_experts_per_tok > candidates:
-            refuse(f"num_experts_per_tok {config.num_experts_per_tok} exceeds the {candidates} experts that "
-                   "the chosen groups hold.")
+            refuse(
+                f"num_experts_per_tok {config.num_experts_per_tok} exceeds the {candidates} experts that "
+                "the chosen groups hold."
+            )
         if config.topk_method == "noaux_tc" and config.n_routed_experts // config.n_group < 2:
             refuse("noaux_tc scores a group by its two best experts, so a group must hold at least two.")

@@ -61,6 +61,7 @@ class DeepseekModel:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv_cache: LatentCache) -> ForwardOutput:
         """Compute the batch's rows, write their KV at `slot_mapping`, return the wanted rows' logits."""
+        batch = batch.to(self.device)
         plan = self._plan(batch, kv_cache)
         x = self._parts.embedding.index_select(0, batch.token_ids)
         for layer, cache in zip(self._parts.layers, kv_cache.writable, strict=False):
@@ -84,6 +85,7 @@ class DeepseekModel:
         position p lies in the cache layer `num_hidden_layers + depth`, at the same slot.
         """
         mtp = self._parts.mtp[depth]
+        batch = batch.to(self.device)
         plan = self._plan(batch, kv_cache)
         cache = kv_cache.writable[self.config.num_hidden_layers + depth]
         state = mtp(batch.token_ids, hidden, plan, cache)

@@ -83,7 +83,8 @@ class MlaAttention:
             self.q_norm = None
             q_out: torch.Tensor | None = None
         else:
-            assert weights.q_a_proj is not None and weights.q_a_layernorm is not None
+            assert weights.q_a_proj is not None
+            assert weights.q_a_layernorm is not None
             assert weights.q_b_proj is not None
             q_in, q_bias = weights.q_a_proj, weights.q_a_bias
             self.q_norm = RmsNorm(weights.q_a_layernorm, LATENT_NORM_EPS)
@@ -99,11 +100,9 @@ class MlaAttention:
         self.o = linear(weights.o_proj, weights.o_bias)
         self.q_b = None if q_out is None else linear(q_out, None)
 
-        w_uk, w_uv = weights.kv_b_proj.view(self.num_heads, self.nope + self.v_dim, self.kv_lora).split(
-            [self.nope, self.v_dim], dim=1
-        )
-        self.w_uk = w_uk.contiguous()  # [heads, 128, 512]
-        self.w_uv = w_uv.transpose(1, 2).contiguous()  # [heads, 512, 128]
+        kv_b = weights.kv_b_proj.view(self.num_heads, self.nope + self.v_dim, self.kv_lora)
+        self.w_uk = kv_b[:, : self.nope].contiguous()  # [heads, 128, 512]
+        self.w_uv = kv_b[:, self.nope :].transpose(1, 2).contiguous()  # [heads, 512, 128]
         self.absorbed_q = self._absorb_q(q_out, linear)
         self.absorbed_o = self._absorb_o(weights.o_proj, weights.o_bias, linear)
 
@@ -116,9 +115,8 @@ class MlaAttention:
         apart = q_b.numel() + self.w_uk.numel()
         if merged > 1.5 * apart:
             return None
-        q_nope, q_pe = q_b.view(self.num_heads, self.nope + self.rope_dim, q_lora).split(
-            [self.nope, self.rope_dim], dim=1
-        )
+        heads = q_b.view(self.num_heads, self.nope + self.rope_dim, q_lora)
+        q_nope, q_pe = heads[:, : self.nope], heads[:, self.nope :]
         absorbed = torch.bmm(self.w_uk.double().transpose(1, 2), q_nope.double()).float()
         weight = torch.cat((absorbed, q_pe), dim=1).reshape(-1, q_lora)
         return linear(weight, None)
@@ -133,9 +131,7 @@ class MlaAttention:
         absorbed = torch.bmm(per_head, self.w_uv.double().transpose(1, 2)).float()  # [heads, hidden, 512]
         return linear(absorbed.transpose(0, 1).reshape(hidden, -1), bias)
 
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, plan: StepPlan, cache: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor, plan: StepPlan, cache: torch.Tensor) -> torch.Tensor:
         """x: [num_rows, hidden], normed; residual: [num_rows, hidden]; cache: [num_slots, 576], written at the rows'
         slots before anything is read. Returns residual + attention."""
         qkv = self.qkv_a(x)
@@ -180,7 +176,7 @@ class MlaAttention:
             if turned is not q_pe:
                 q_pe.copy_(turned)
             return query
-        heads = (q if self.q_b is None else self.q_b(q)).unflatten(1, (self.num_heads, -1))
+        heads = (q if self.q_b is None else self.q_b(q)).view(q.shape[0], self.num_heads, self.nope + self.rope_dim)
         q_nope = self._per_head(heads[..., : self.nope], self.w_uk)
         return torch.cat((q_nope, self.rope.turn(heads[..., self.nope :], angles)), dim=-1)
 
@@ -213,7 +209,7 @@ class MlaAttention:
     def _prefill(
         self, q: torch.Tensor, angles: torch.Tensor, residual: torch.Tensor, plan: StepPlan, cache: torch.Tensor
     ) -> torch.Tensor:
-        heads = (q if self.q_b is None else self.q_b(q)).unflatten(1, (self.num_heads, -1))
+        heads = (q if self.q_b is None else self.q_b(q)).view(q.shape[0], self.num_heads, self.nope + self.rope_dim)
         q_pe = heads[..., self.nope :]
         turned = self.rope.turn(q_pe, angles)
         if turned is not q_pe:

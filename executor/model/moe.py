@@ -100,9 +100,7 @@ class MoeMlp:
             self.all_gate_up = GateUp(
                 weights.gate.flatten(0, 1), weights.up.flatten(0, 1), deterministic=deterministic, pack=pack
             )
-            self.all_down = Linear(
-                weights.down.transpose(0, 1).flatten(1), deterministic=deterministic, pack=pack
-            )
+            self.all_down = Linear(weights.down.transpose(0, 1).flatten(1), deterministic=deterministic, pack=pack)
         if self.all_gate_up is None or not deterministic:
             self.gate_up = torch.cat((weights.gate, weights.up), dim=1)  # [total, 2 * width, hidden]
             self.down = weights.down.contiguous()
@@ -112,12 +110,14 @@ class MoeMlp:
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """x, residual: [num_rows, hidden] -> residual + experts."""
+        num_rows = x.shape[0]
+        if not num_rows:
+            return residual
         topk_ids, topk_weights = self.router(x)
         if self.deterministic:
             if self.all_gate_up is not None:
                 return self._all_experts(x, residual, topk_ids, topk_weights)
             return self._expert_tiles(x, residual, topk_ids, topk_weights)
-        num_rows = x.shape[0]
         if num_rows == 1:
             return self._one_row(x, residual, topk_ids, topk_weights)
         if self.all_gate_up is not None and num_rows <= MAX_DENSE_ROWS:
@@ -165,8 +165,6 @@ class MoeMlp:
             if count:
                 parts.append(self._expert(gathered[start : start + count], expert))
                 start += count
-        if not parts:
-            return residual
         y = torch.cat(parts).float() * topk_weights.flatten()[order].unsqueeze(1)
         out = residual.float().index_add(0, rows, y)
         for expert in self.shared_ids:

@@ -61,7 +61,7 @@ def make_plan(
     rows: list[int] = []
     groups: list[DecodeGroup] = []
     if decode:
-        rows, groups = _decode_groups(decode, dtype, one_by_one)
+        rows, groups = _decode_groups(decode, dtype, one_by_one, slots.device)
     prefill_segments: list[PrefillSegment] = []
     prefill_rows: list[torch.Tensor] = []
     start = 0
@@ -72,7 +72,7 @@ def make_plan(
                 start,
                 segment.num_rows,
                 segment.start_position,
-                slots_of(segment.block_table, 0, segment.end_position),
+                slots_of(segment.block_table, 0, segment.end_position).to(slots.device),
             )
         )
         start += segment.num_rows
@@ -91,7 +91,7 @@ def make_plan(
 
 
 def _decode_groups(
-    segments: Sequence[Segment], dtype: torch.dtype, one_by_one: bool
+    segments: Sequence[Segment], dtype: torch.dtype, one_by_one: bool, device: torch.device
 ) -> tuple[list[int], list[DecodeGroup]]:
     """The decode rows in the order of their groups, and the groups."""
     entries = [
@@ -110,13 +110,13 @@ def _decode_groups(
             if (end + 1 - start) * longest_then > GATHER_ROWS:
                 break
             end, longest = end + 1, longest_then
-        groups.append(_group(entries[start:end], start, longest, dtype))
+        groups.append(_group(entries[start:end], start, longest, dtype, device))
         start = end
     return [entry[1] for entry in entries], groups
 
 
 def _group(
-    entries: Sequence[tuple[int, int, torch.Tensor]], start: int, longest: int, dtype: torch.dtype
+    entries: Sequence[tuple[int, int, torch.Tensor]], start: int, longest: int, dtype: torch.dtype, device: torch.device
 ) -> DecodeGroup:
     num_blocks = -(-longest // BLOCK_SIZE)
     if len(entries) == 1:
@@ -124,7 +124,7 @@ def _group(
         blocks = table.tolist()
         if blocks == list(range(blocks[0], blocks[0] + num_blocks)):
             return DecodeGroup(start, start + 1, longest, None, blocks[0] * BLOCK_SIZE, None)
-        return DecodeGroup(start, start + 1, longest, slots_of(table, 0, longest), 0, None)
+        return DecodeGroup(start, start + 1, longest, slots_of(table, 0, longest).to(device), 0, None)
     tables = [table[: -(-context // BLOCK_SIZE)] for context, _, table in entries]
     padded = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True).to(torch.int64)
     offsets = torch.arange(longest, device=padded.device)
@@ -136,5 +136,5 @@ def _group(
         beyond = offsets >= contexts.unsqueeze(1)
         slots = torch.where(beyond, slots[:, :1], slots)  # a slot with real numbers: 0 * NaN would be NaN
         mask = torch.zeros(beyond.shape, dtype=dtype, device=padded.device).masked_fill_(beyond, float("-inf"))
-        mask = mask[:, None, None, :]
-    return DecodeGroup(start, start + len(entries), longest, slots.flatten(), 0, mask)
+        mask = mask[:, None, None, :].to(device)
+    return DecodeGroup(start, start + len(entries), longest, slots.flatten().to(device), 0, mask)

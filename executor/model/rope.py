@@ -48,5 +48,5 @@ class Rope:
         factors = torch.view_as_complex(angles)
         if x.dim() == 3:
             factors = factors[:, None]
-        torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(factors)
+        torch.view_as_complex(x.view(*x.shape[:-1], self.dim // 2, 2)).mul_(factors)
         return x

@@ -135,9 +135,7 @@ class CheckpointFiles:
                     raise CheckpointError(f"{file}: {size} bytes hold no safetensors header; {again}")
                 (length,) = struct.unpack("<Q", prefix)
                 if length > MAX_HEADER_BYTES or 8 + length > size:
-                    raise CheckpointError(
-                        f"{file}: the header claims {length} bytes and the file has {size}; {again}"
-                    )
+                    raise CheckpointError(f"{file}: the header claims {length} bytes and the file has {size}; {again}")
                 raw = stream.read(length)
             header = json.loads(raw)
         except OSError as error:

@@ -148,16 +148,14 @@ class _Builder:
             o_proj=self.tensor(prefix + "o_proj.weight"),
             o_bias=self.optional(prefix + "o_proj.bias"),
         )
-        return MlaAttention(
-            config, weights, self.rope, self.scratch, deterministic=self.deterministic, pack=self.pack
-        )
+        return MlaAttention(config, weights, self.rope, self.scratch, deterministic=self.deterministic, pack=self.pack)
 
     def _as_pairs(self, weight: torch.Tensor, num_heads: int) -> torch.Tensor:
         """Reorder each head's last rope_dim rows from (x0 … x31, x32 … x63) to (x0, x32, x1, x33, …)."""
         rope_dim = self.config.qk_rope_head_dim
-        heads = weight.unflatten(0, (num_heads, -1))
+        heads = weight.view(num_heads, -1, *weight.shape[1:])
         rest, rotary = heads[:, :-rope_dim], heads[:, -rope_dim:]
-        pairs = rotary.unflatten(1, (2, rope_dim // 2)).transpose(1, 2).flatten(1, 2)
+        pairs = rotary.view(num_heads, 2, rope_dim // 2, *weight.shape[1:]).transpose(1, 2).flatten(1, 2)
         return torch.cat((rest, pairs), dim=1).flatten(0, 1)
 
     def dense(self, prefix: str) -> DenseMlp:
@@ -169,8 +167,7 @@ class _Builder:
         stacks: dict[str, torch.Tensor] = {}
         for part in ("gate", "up", "down"):
             experts = [
-                self.tensor(f"{prefix}experts.{expert}.{part}_proj.weight")
-                for expert in range(config.n_routed_experts)
+                self.tensor(f"{prefix}experts.{expert}.{part}_proj.weight") for expert in range(config.n_routed_experts)
             ]
             if config.n_shared_experts:
                 # An MLP of n times an expert's width is the sum of n MLPs of that width.
@@ -180,9 +177,7 @@ class _Builder:
         bias = None
         if config.topk_method == "noaux_tc":
             bias = self.tensor(prefix + "gate.e_score_correction_bias", torch.float32)
-        weights = MoeWeights(
-            router=self.tensor(prefix + "gate.weight", torch.float32), router_bias=bias, **stacks
-        )
+        weights = MoeWeights(router=self.tensor(prefix + "gate.weight", torch.float32), router_bias=bias, **stacks)
         return MoeMlp(config, weights, deterministic=self.deterministic, pack=self.pack)
 
     def mtp(self, depth: int, embedding: torch.Tensor, head: Linear) -> MtpLayer:

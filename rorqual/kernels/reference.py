@@ -151,10 +151,8 @@ def route(
     ranking = scores if bias is None else scores + bias
     if topk_method != "greedy" and topk_group < n_group:
         grouped = ranking.view(num_rows, n_group, num_experts // n_group)
-        if topk_method == "noaux_tc":
-            group_scores = grouped.topk(2, dim=-1).values.sum(dim=-1)
-        else:
-            group_scores = grouped.amax(dim=-1)
+        best = grouped.topk(2 if topk_method == "noaux_tc" else 1, dim=-1).values
+        group_scores = best.sum(dim=-1)
         chosen = top_k_lowest_index(group_scores, topk_group)
         penalty = torch.full_like(group_scores, float("-inf")).scatter_(1, chosen, 0.0)
         ranking = (grouped + penalty[:, :, None]).view(num_rows, num_experts)

@@ -36,10 +36,12 @@ def load_into(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     for key in model.state_dict():
         prefix, _, last = key.rpartition("mlp.experts.")
         if last == "gate_up_proj":
-            state[key] = torch.stack([
-                torch.cat([state.pop(f"{prefix}mlp.experts.{e}.{part}_proj.weight") for part in ("gate", "up")])
-                for e in range(num_experts)
-            ])
+            state[key] = torch.stack(
+                [
+                    torch.cat([state.pop(f"{prefix}mlp.experts.{e}.{part}_proj.weight") for part in ("gate", "up")])
+                    for e in range(num_experts)
+                ]
+            )
         elif last == "down_proj":
             state[key] = torch.stack(
                 [state.pop(f"{prefix}mlp.experts.{e}.down_proj.weight") for e in range(num_experts)]
@@ -115,9 +117,7 @@ def prefill_in_chunks(model: DeepseekModel, tokens: Sequence[int], sizes: Sequen
     logits: list[list[torch.Tensor]] = [[] for _ in sizes]
     start = [0] * len(sizes)
     while any(s < len(tokens) for s in start):
-        parts = [
-            (i, tokens[start[i] : start[i] + size]) for i, size in enumerate(sizes) if start[i] < len(tokens)
-        ]
+        parts = [(i, tokens[start[i] : start[i] + size]) for i, size in enumerate(sizes) if start[i] < len(tokens)]
         num_rows = sum(len(part) for _, part in parts)
         batch = build_batch([(part, start[i], tables[i], Form.PREFILL) for i, part in parts], range(num_rows))
         rows = model.forward(batch, cache).logits.split([len(part) for _, part in parts])
@@ -131,9 +131,9 @@ def decode_logits(model: DeepseekModel, tokens: Sequence[int]) -> torch.Tensor:
     """Logits of every position, one token a pass in the decode form."""
     cache = new_cache(model)
     table = Blocks(cache).take(len(tokens))
-    return torch.cat([
-        model.forward(build_batch([([token], i, table, Form.DECODE)]), cache).logits for i, token in enumerate(tokens)
-    ])
+    return torch.cat(
+        [model.forward(build_batch([([token], i, table, Form.DECODE)]), cache).logits for i, token in enumerate(tokens)]
+    )
 
 
 @dataclass

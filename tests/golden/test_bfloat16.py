@@ -7,7 +7,6 @@ tolerance; tokens are equal wherever the margin exceeds it; and both kinds of ex
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,7 @@ class Pair:
 
 
 @pytest.fixture(scope="module", params=CASES)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     # transformers' grouped product wants rows of whole 16 bytes, so an expert's width is a multiple of 8 here.
     model = oracle(CASES[request.param] | {"moe_intermediate_size": 40})
     # A trained state points at the next token. Of a random head's logits the two best are often nearly equal; so each
@@ -68,7 +67,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             logits.append(out.logits[0].float())
             routes.append([chosen(ours.config, model, i, layer) for i, layer in enumerate(out.router_logits)])
     head = model.lm_head.weight.detach().float()
-    yield Pair(
+    return Pair(
         ours.config,
         ours,
         model,

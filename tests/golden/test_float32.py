@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,17 @@ from executor.model.deepseek import DeepseekModel
 from executor.weights import load_model
 
 from .checkpoints import V2, V3, YARN
-from .harness import Served, decode_logits, greedy, oracle, prefill_in_chunks, prefill_logits, random_tokens, save, serve
+from .harness import (
+    Served,
+    decode_logits,
+    greedy,
+    oracle,
+    prefill_in_chunks,
+    prefill_logits,
+    random_tokens,
+    save,
+    serve,
+)
 
 TOLERANCE = 3e-5
 """Of logits whose largest is about 4. Float32 rounds at 6e-8; sums over up to 88 terms in another order, three layers
@@ -35,8 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
     },
-    "v2-yarn-without-mscale": V2
-    | {"rope_parameters": {k: v for k, v in YARN.items() if not k.startswith("mscale")}},
+    "v2-yarn-without-mscale": V2 | {"rope_parameters": {k: v for k, v in YARN.items() if not k.startswith("mscale")}},
 }
 LENGTH = 67  # over a block's edge, and prime
 
@@ -50,13 +58,13 @@ class Pair:
 
 
 @pytest.fixture(scope="module", params=CASES)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     model = oracle(CASES[request.param])
     folder = save(model, tmp_path_factory.mktemp(request.param))
     tokens = random_tokens(LENGTH, seed=1)
     with torch.inference_mode():
         logits = model(torch.tensor([tokens])).logits[0]
-    yield Pair(model, load_model(folder, dtype=torch.float32), tokens, logits)
+    return Pair(model, load_model(folder, dtype=torch.float32), tokens, logits)
 
 
 def assert_same(ours: torch.Tensor, expected: torch.Tensor) -> None:

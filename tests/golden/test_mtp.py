@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def test_teacher_forced(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     # Main and MTP layer, chunk by chunk and then token by token, over one cache.
     logits: list[torch.Tensor] = []
     edges = [0, 13, 64, *range(65, 70)]
-    for start, end in zip(edges[:-1], edges[1:], strict=True):
+    for start, end in itertools.pairwise(edges):
         kind = Form.PREFILL if start < 65 else Form.DECODE
         rows = range(end - start)
         main = build_batch([(tokens[start:end], start, table, kind)], rows, return_all_hidden=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,8 +154,9 @@ def test_computed_again(model: DeepseekModel, num_prompt: int) -> None:
     assert torch.equal(torch.cat(logits), expected)
 
 
-def test_cached_prefix(model: DeepseekModel, hit: int = 64) -> None:
+def test_cached_prefix(model: DeepseekModel) -> None:
     """A second request takes up the first one's blocks up to a chunk edge."""
+    hit = 64
     expected = alone(model, TOKENS[:140], 140)
     cache = LatentCache(model.config, 16, dtype=model.dtype)
     blocks = Blocks(cache, seed=4)

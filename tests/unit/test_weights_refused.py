@@ -1,0 +1,257 @@
+"""Checkpoints that cannot be served are refused before any weight is read, naming file, tensor and cure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from executor.weights import CheckpointFiles, load_model
+from rorqual.core.errors import CheckpointError
+from tests.golden.checkpoints import V2, V3, quantize_fp8, random_tensors, write_checkpoint
+
+INDEX = "model.safetensors.index.json"
+SHARD = "model-00002-of-00003.safetensors"
+Damage = Callable[[Path], None]
+
+
+def refusal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The error's text; reading a tensor's data before it is an error of its own."""
+
+    def read(self: CheckpointFiles, name: str) -> torch.Tensor:
+        raise AssertionError(f"{name} was read before the checkpoint was refused")
+
+    monkeypatch.setattr(CheckpointFiles, "read", read)
+    with pytest.raises(CheckpointError) as caught:
+        load_model(folder, dtype=torch.float32)
+    return str(caught.value)
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path, V3, random_tensors(V3), num_shards=3)
+
+
+def edit_json(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    value = json.loads(file.read_text())
+    change(value)
+    file.write_text(json.dumps(value))
+
+
+def edit_shard(file: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def a_tensor_of(folder: Path, shard: str) -> str:
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    return next(name for name, file in weight_map.items() if file == shard and name.endswith("proj.weight"))
+
+
+def test_missing_shard(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (sharded / SHARD).unlink()
+    text = refusal(sharded, monkeypatch)
+    assert SHARD in text
+    assert "model." in text
+    assert "download" in text
+
+
+def test_index_names_an_absent_file(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = a_tensor_of(sharded, SHARD)
+    edit_json(sharded / INDEX, lambda index: index["weight_map"].update({name: "model-00009-of-00003.safetensors"}))
+    text = refusal(sharded, monkeypatch)
+    assert "model-00009-of-00003.safetensors" in text
+    assert name in text
+
+
+def test_index_points_at_the_wrong_file(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = a_tensor_of(sharded, SHARD)
+    other = "model-00001-of-00003.safetensors"
+    edit_json(sharded / INDEX, lambda index: index["weight_map"].update({name: other}))
+    text = refusal(sharded, monkeypatch)
+    assert other in text
+    assert name in text
+
+
+def test_index_omits_a_tensor(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = a_tensor_of(sharded, SHARD)
+    edit_json(sharded / INDEX, lambda index: index["weight_map"].pop(name))
+    text = refusal(sharded, monkeypatch)
+    assert SHARD in text
+    assert name in text
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -1])
+def test_truncated_file(sharded: Path, keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = sharded / SHARD
+    file.write_bytes(file.read_bytes()[:keep])
+    text = refusal(sharded, monkeypatch)
+    assert str(file) in text
+    assert "download it again" in text
+    if keep == -1:
+        assert "tensor 'model." in text
+
+
+def test_bytes_after_the_last_tensor(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (sharded / SHARD).open("ab") as stream:
+        stream.write(b"\0" * 7)
+    assert SHARD in refusal(sharded, monkeypatch)
+
+
+def test_header_is_no_json(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = bytearray((sharded / SHARD).read_bytes())
+    raw[8] = 0xFF
+    (sharded / SHARD).write_bytes(raw)
+    assert SHARD in refusal(sharded, monkeypatch)
+
+
+def test_wrong_shape(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = a_tensor_of(sharded, SHARD)
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = tensors[name][:-1].contiguous()
+
+    edit_shard(sharded / SHARD, change)
+    text = refusal(sharded, monkeypatch)
+    assert SHARD in text
+    assert name in text
+    assert "shape" in text
+
+
+def test_wrong_dtype(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = a_tensor_of(sharded, SHARD)
+    edit_shard(sharded / SHARD, lambda tensors: tensors.update({name: tensors[name].to(torch.int32)}))
+    text = refusal(sharded, monkeypatch)
+    assert name in text
+    assert "I32" in text
+
+
+@pytest.mark.parametrize(
+    "name", ["model.norm.weight", "model.layers.1.mlp.experts.5.up_proj.weight", "model.layers.2.mlp.gate.weight"]
+)
+def test_missing_tensor(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = random_tensors(V3)
+    del tensors[name]
+    text = refusal(write_checkpoint(tmp_path, V3, tensors), monkeypatch)
+    assert name in text
+    assert str(tmp_path) in text
+
+
+@pytest.mark.parametrize("name", ["model.layers.7.input_layernorm.weight", "model.vision.weight"])
+def test_unexpected_tensor(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_checkpoint(tmp_path, V3, random_tensors(V3) | {name: torch.ones(72)})
+    text = refusal(folder, monkeypatch)
+    assert name in text
+    assert "model.safetensors" in text
+
+
+def test_half_an_mtp_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = random_tensors(V3, mtp=True)
+    del tensors["model.layers.3.eh_proj.weight"]
+    assert "model.layers.3.eh_proj.weight" in refusal(write_checkpoint(tmp_path, V3, tensors), monkeypatch)
+
+
+def test_old_rotary_buffers_are_ignored(tmp_path: Path) -> None:
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    load_model(write_checkpoint(tmp_path, V3, random_tensors(V3) | buffer), dtype=torch.float32)
+
+
+def test_tokenizer_larger_than_the_embedding(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vocab = {f"t{i}": i for i in range(211)}
+    added = [{"id": 211, "content": "<｜User｜>"}]
+    (sharded / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}, "added_tokens": added}))
+    text = refusal(sharded, monkeypatch)
+    assert "tokenizer.json" in text
+    assert "<｜User｜>" in text
+    assert "embed_tokens" in text
+
+
+def test_tokenizer_that_fits(sharded: Path) -> None:
+    (sharded / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 210}}}))
+    load_model(sharded, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, ["llama", "deepseek_v3"]),
+        ({"architectures": ["DeepseekV32ForCausalLM"]}, ["DeepseekV32ForCausalLM"]),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ["rope", "dynamic", "yarn"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["original_max_position_embeddings"]),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, ["awq", "fp8"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["weight_block_size"]),
+        ({"topk_method": "greedy"}, ["sigmoid", "greedy", "noaux_tc"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
+        ({"dtype": "int8"}, ["int8"]),
+        ({"n_group": 3}, ["n_group"]),
+        ({"topk_group": 5}, ["topk_group"]),
+        ({"num_experts_per_tok": 7}, ["num_experts_per_tok"]),
+        ({"hidden_size": None}, ["hidden_size"]),
+        ({"kv_lora_rank": "many"}, ["kv_lora_rank", "many"]),
+        ({"num_key_value_heads": 1}, ["num_key_value_heads"]),
+    ],
+)
+def test_config(change: dict[str, Any], words: list[str], sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit_json(sharded / "config.json", lambda config: config.update(change))
+    text = refusal(sharded, monkeypatch)
+    assert "config.json" in text
+    for word in words:
+        assert word in text
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]"])
+def test_config_is_no_object(content: str, sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (sharded / "config.json").write_text(content)
+    assert "config.json" in refusal(sharded, monkeypatch)
+
+
+def test_no_config(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (sharded / "config.json").unlink()
+    assert "config.json" in refusal(sharded, monkeypatch)
+
+
+def test_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(V2))
+    (tmp_path / "pytorch_model.bin").touch()
+    text = refusal(tmp_path, monkeypatch)
+    assert "model.safetensors" in text
+    assert "pytorch_model.bin" in text
+
+
+class TestFp8:
+    CONFIG = V3 | {
+        "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 32]},
+    }
+    NAME = "model.layers.1.self_attn.o_proj.weight"
+
+    @pytest.fixture
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return quantize_fp8(random_tensors(V3), (32, 32))[0]
+
+    def test_scale_is_missing(
+        self, tensors: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        del tensors[self.NAME + "_scale_inv"]
+        text = refusal(write_checkpoint(tmp_path, self.CONFIG, tensors), monkeypatch)
+        assert self.NAME + "_scale_inv" in text
+
+    def test_scale_of_another_shape(
+        self, tensors: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tensors[self.NAME + "_scale_inv"] = torch.ones(1, 1)
+        text = refusal(write_checkpoint(tmp_path, self.CONFIG, tensors), monkeypatch)
+        assert self.NAME + "_scale_inv" in text
+        assert "shape" in text
+
+    def test_config_does_not_say_so(
+        self, tensors: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        text = refusal(write_checkpoint(tmp_path, V3, tensors), monkeypatch)
+        assert "quantization_config" in text
+        assert "FP8" in text
