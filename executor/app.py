@@ -6,7 +6,6 @@ import asyncio
 import gc
 import logging
 import os
-import platform
 import sys
 import time
 import uuid
@@ -27,7 +26,7 @@ from rorqual.v1 import common_pb2, executor_pb2
 from .dummy_weights import dummy_checkpoint
 from .kv_cache import LatentCache
 from .link import PROTOCOL_VERSION, SchedulerLink
-from .memory import CachePlan, Ledger, plan_cpu_cache, resident_bytes, total_bytes
+from .memory import CachePlan, Ledger, cache_memory, device_name, plan_cache, total_bytes, used_bytes
 from .model.batch import Form, build_batch
 from .model.config import ModelConfig, load_config
 from .model.deepseek import DeepseekModel
@@ -56,8 +55,7 @@ class Prepared:
 
 def prepare(config: ExecutorConfig) -> Prepared:
     """Load and size. Raises CheckpointError and ConfigError before anything is served."""
-    if config.device == "cuda":
-        raise ConfigError("--device cuda is not served by this version; use --device cpu", field="device")
+    device = resolve_device(config.device)
     path = Path(config.model) if config.model else SHIPPED_MODEL
     torch.set_num_threads(num_threads(config))
     model_config = load_config(path)
@@ -69,13 +67,25 @@ def prepare(config: ExecutorConfig) -> Prepared:
             f"(max_position_embeddings {model_config.max_position_embeddings} in {path / 'config.json'})",
             field="max_model_len",
         )
-    dtype = resolve_dtype(config.dtype, "cpu")
-    plan = plan_cpu_cache(
-        block_bytes=LatentCache.block_bytes(model_config, dtype),
+    dtype = resolve_dtype(config.dtype, device)
+    before, started_s = used_bytes(device), time.monotonic()
+    with dummy_checkpoint(path, config.seed) if config.load_format == "dummy" else nullcontext(path) as folder:
+        with _progress_bar() as progress:
+            model = load_model(
+                folder, dtype=dtype, device=device, deterministic=config.deterministic, progress=progress
+            )
+        fingerprint = model_fingerprint(
+            folder, model.config, dtype=dtype, kv_dtype=dtype, deterministic=config.deterministic
+        )
+    gc.collect()
+    weights_bytes = max(used_bytes(device) - before, 0)
+    plan = plan_cache(
+        block_bytes=LatentCache.block_bytes(model.config, dtype),
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
         is_len_fixed=is_len_fixed,
         kv_cache_bytes=config.kv_cache_bytes,
+        memory_bytes=cache_memory(device, config.gpu_memory_utilization),
     )
     if plan.max_model_len < max_model_len:
         _log.warning(
@@ -83,16 +93,7 @@ def prepare(config: ExecutorConfig) -> Prepared:
             plan.max_model_len,
             max_model_len,
         )
-    before, started_s = resident_bytes(), time.monotonic()
-    with dummy_checkpoint(path, config.seed) if config.load_format == "dummy" else nullcontext(path) as folder:
-        with _progress_bar() as progress:
-            model = load_model(folder, dtype=dtype, deterministic=config.deterministic, progress=progress)
-        fingerprint = model_fingerprint(
-            folder, model.config, dtype=dtype, kv_dtype=dtype, deterministic=config.deterministic
-        )
-    gc.collect()
-    weights_bytes = max(resident_bytes() - before, 0)
-    cache = LatentCache(model.config, plan.num_blocks, dtype=dtype)
+    cache = LatentCache(model.config, plan.num_blocks, dtype=dtype, device=device)
     gc.freeze()  # nothing of the model will ever be garbage: collections need not look at it
     _log.info(
         "loaded %s from %s in %.1f s: %s, fingerprint %s",
@@ -111,6 +112,17 @@ def prepare(config: ExecutorConfig) -> Prepared:
     )
 
 
+def resolve_device(requested: str) -> torch.device:
+    """`auto`, `cpu` or `cuda`; auto takes a GPU where torch sees one. ConfigError where there is none to take."""
+    if requested == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "--device cuda: PyTorch sees no GPU; check the driver with nvidia-smi and that a CUDA build of PyTorch is "
+            "installed, or use --device cpu",
+            field="device",
+        )
+    return torch.device("cuda" if requested != "cpu" and torch.cuda.is_available() else "cpu")
+
+
 def num_threads(config: ExecutorConfig) -> int:
     """Threads that compute: every core this process may use, unless told otherwise.
 
@@ -125,7 +137,7 @@ def warm_up(model: DeepseekModel, cache: LatentCache) -> int:
 
     Runs on the loop's thread, whose pool of compute threads it also starts.
     """
-    before = resident_bytes()
+    before = used_bytes(cache.device)
     table = torch.arange(min(2, cache.num_blocks), dtype=torch.int32)
     length = min(BLOCK_SIZE, cache.num_blocks * BLOCK_SIZE - 1)
     tokens = [i % model.config.vocab_size for i in range(length)]
@@ -136,7 +148,7 @@ def warm_up(model: DeepseekModel, cache: LatentCache) -> int:
         build_batch([one, ([2], 3, table, Form.DECODE)]),
     ):
         model.forward(batch, cache)
-    return max(resident_bytes() - before, 0)
+    return max(used_bytes(cache.device) - before, 0)
 
 
 async def serve(config: ExecutorConfig, prepared: Prepared, stop: asyncio.Event, ready_file: str = "") -> None:
@@ -177,6 +189,7 @@ async def serve(config: ExecutorConfig, prepared: Prepared, stop: asyncio.Event,
             plan=prepared.plan,
             block_bytes=cache.bytes_per_block,
             ledger=ledger,
+            device=cache.device,
         )
 
         def connected() -> None:
@@ -220,14 +233,13 @@ def make_hello(
     plan: CachePlan,
     block_bytes: int,
     ledger: Ledger,
+    device: torch.device,
 ) -> executor_pb2.Hello:
     """What this executor is; the inventory is added at each connect."""
     return executor_pb2.Hello(
         protocol_version=PROTOCOL_VERSION,
         executor_id=executor_id,
-        device=executor_pb2.DeviceInfo(
-            kind="cpu", name=platform.processor() or platform.machine(), memory_bytes=total_bytes()
-        ),
+        device=executor_pb2.DeviceInfo(kind=device.type, name=device_name(device), memory_bytes=total_bytes(device)),
         cache_groups=[
             executor_pb2.CacheGroup(
                 name="mla",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 from .model.batch import BLOCK_SIZE
@@ -28,9 +31,7 @@ class LatentCache:
         self.width = config.kv_lora_rank + config.qk_rope_head_dim
         self.padding_slot = num_blocks * BLOCK_SIZE
         num_layers = config.num_hidden_layers + config.num_mtp_layers
-        self.storage = torch.zeros(
-            num_layers, (num_blocks + 1) * BLOCK_SIZE, self.width, dtype=dtype, device=device
-        )
+        self.storage = _zeros((num_layers, (num_blocks + 1) * BLOCK_SIZE, self.width), dtype, torch.device(device))
         self.layers: list[torch.Tensor] = [layer[: num_blocks * BLOCK_SIZE] for layer in self.storage]
         self.writable: list[torch.Tensor] = list(self.storage)  # with the padding block at the end
 
@@ -57,3 +58,11 @@ class LatentCache:
         """Overwrite everything, the padding block apart (tests fill what is unused with NaN)."""
         for layer in self.layers:
             layer.fill_(value)
+
+
+def _zeros(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU in pages that take memory only once they are written (torch.zeros writes them all)."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)

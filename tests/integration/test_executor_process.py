@@ -20,7 +20,7 @@ import torch
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from executor.app import Prepared, prepare, serve, warm_up
-from executor.memory import plan_cpu_cache
+from executor.memory import plan_cache
 from executor.observe import StepObserver
 from rorqual.core.config import ExecutorConfig, TelemetryConfig
 from rorqual.core.errors import ConfigError, InternalError
@@ -310,7 +310,8 @@ def test_what_cannot_be_served_is_refused_on_one_line(model_folder: Path, flags:
 def test_the_kv_cache_takes_what_it_is_told_and_no_more_than_it_needs() -> None:
     def plan(**kwargs: Any) -> Any:
         values = {"block_bytes": 1000, "max_num_seqs": 4, "max_model_len": 640, "is_len_fixed": False}
-        return plan_cpu_cache(**{**values, "kv_cache_bytes": 0, **kwargs})
+        values |= {"memory_bytes": 1 << 30}
+        return plan_cache(**{**values, "kv_cache_bytes": 0, **kwargs})
 
     assert plan().num_blocks == 40
     assert plan(block_bytes=2**24).num_blocks == 40
