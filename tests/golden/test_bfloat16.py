@@ -61,11 +61,16 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     ours = load_model(save(model, tmp_path_factory.mktemp(request.param)), dtype=torch.bfloat16)
     logits: list[torch.Tensor] = []
     routes: list[list[torch.Tensor]] = []
+    routed: list[torch.Tensor] = []
+    gates = [layer.mlp.gate for layer in model.model.layers[ours.config.first_k_dense_replace :]]
+    for gate in gates:
+        gate.register_forward_pre_hook(lambda gate, args: routed.append(router_logits(gate, args[0])))
     with torch.inference_mode():
         for prompt in PROMPTS:
-            out = model(torch.tensor([prompt]), output_router_logits=True)
-            logits.append(out.logits[0].float())
-            routes.append([chosen(ours.config, model, i, layer) for i, layer in enumerate(out.router_logits)])
+            routed.clear()
+            logits.append(model(torch.tensor([prompt])).logits[0].float())
+            assert len(routed) == len(gates)
+            routes.append([chosen(ours.config, gate, layer) for gate, layer in zip(gates, routed, strict=True)])
     head = model.lm_head.weight.detach().float()
     return Pair(
         ours.config,
@@ -78,11 +83,15 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     )
 
 
-def chosen(config: ModelConfig, model: Any, moe_idx: int, router_logits: torch.Tensor) -> torch.Tensor:
+def router_logits(gate: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """The oracle's router is a product in float32, whichever release of transformers: [num_rows, num_experts]."""
+    return torch.nn.functional.linear(hidden.flatten(0, -2).float(), gate.weight.float())
+
+
+def chosen(config: ModelConfig, gate: Any, logits: torch.Tensor) -> torch.Tensor:
     """Expert ids of the oracle's router logits, sorted: [num_rows, top_k]."""
-    gate = model.model.layers[config.first_k_dense_replace + moe_idx].mlp.gate
     ids, _ = kernels.route(
-        kernels.router_scores(router_logits.float(), config.scoring_func),
+        kernels.router_scores(logits, config.scoring_func),
         getattr(gate, "e_score_correction_bias", None),
         top_k=config.num_experts_per_tok,
         topk_method=config.topk_method,

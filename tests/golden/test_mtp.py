@@ -42,6 +42,8 @@ def load_oracle(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_teacher_forced(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.modeling_layers import MtpModel
 
+    if not hasattr(MtpModel, "forward_layer"):
+        pytest.skip("this release of transformers runs its MTP layers only inside generate, which the next test checks")
     folder = write(tmp_path, form)
     model = load_oracle(folder, monkeypatch)
     mtp = MtpModel.from_pretrained(model)
