@@ -70,6 +70,11 @@ __device__ __forceinline__ void produce(const MlaDecodeParams& p, char* smem, ui
         }
       }
       __syncwarp();
+      // Further blocks go as far as L2, so that HBM stays busy while a segment ends and the next begins.
+      if (p.prefetch_blocks > 0) {
+        const int from = block == segment.begin ? block + 1 : block + p.prefetch_blocks;
+        prefetch_blocks(p, segment, table, from, block + p.prefetch_blocks + 1, lane);
+      }
     }
   }
 }
@@ -89,9 +94,9 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, ui
   const auto own_row = [&](int i) { return 8 * (i / 2) + 2 * quad + i % 2; };
 
   SegmentWalk walk(p, part, tile_row);
-  Segment segment;
+  Segment segment, next_segment;
   uint32_t step = 0;
-  while (walk.next(segment)) {
+  for (bool more = walk.next(segment); more; segment = next_segment) {
     // Every warp has left the last segment's scores behind a barrier, so its query may be overwritten.
     load_query<T::kRows>(q_smem, p, segment, tile_row, thread, T::kComputeThreads);
     int limit[T::kOwnRows];
@@ -112,6 +117,7 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, ui
     }
     fence_proxy_async();
     named_barrier_sync(kBarrier, T::kComputeThreads);
+    more = walk.next(next_segment);  // here, where the first block is still under way
 
     for (int block = segment.begin; block < segment.end; ++block, ++step) {
       const uint32_t stage = step % T::kStages, phase = step / T::kStages % 2;
@@ -275,6 +281,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) mla_decode_narrow_kernel(const
     mbarrier_init_fence();
   }
   __syncthreads();
+  wait_for_previous_kernel();
   let_dependents_launch();
   if (threadIdx.x < T::kComputeThreads) {
     compute<T>(p, smem, full, empty, part, tile_row);
@@ -287,7 +294,7 @@ template <class T>
 cudaError_t launch(const MlaDecodeParams& p, cudaStream_t stream) {
   const dim3 grid(p.num_tiles, p.num_parts);
   return launch_kernel(mla_decode_narrow_kernel<T>, grid, T::kThreads, stream,
-                       {.smem_bytes = T::kSmemBytes + 1024}, p);  // room to align the first atom
+                       {.smem_bytes = T::kSmemBytes + 1024, .overlaps = true}, p);  // room to align the first atom
 }
 
 }  // namespace

@@ -1,14 +1,14 @@
 // mla_decode_plan.cu: cutting a decode step's attention into even parts, and combining split sequences.
 //
-// Plan. Lay the sequences end to end on a line, each `overhead` units for being started, then a unit a block (or,
+// Plan. Lay the sequences end to end on a line, each `overhead_blocks` units for being started, then a unit a block (or,
 // with splits of a fixed size, a unit a split). Part i is the stretch [i, i + 1) * ceil(total / parts). Everything
 // a part or a sequence needs to know follows from prefix sums by division, so no loop is serial in the batch.
 // Tiling:  one CTA for the plan; once a step, not once a layer. Traffic: 12 B a sequence. Latency-bound.
 //
 // Combine. out = sum_k 2^(lse_k - lse) out_k over a sequence's splits k in ascending order, in float32; the same
 // bits however many CTAs computed them. A sequence of one split was written by the attention kernel itself.
-// Tiling:  one CTA a row, a thread four of its 512 values; small grids take four warpgroups a row, each a quarter of
-//          the splits. Traffic: 2,052 B read a split and row, 1,024 B written a row, mostly from L2.
+// Tiling:  one CTA a row, a thread four of its 512 values. Where the rows are few: four CTAs a row, a warp all 128
+//          values of a CTA for every sixteenth of the splits. Traffic: 2,052 B read a split and row, 1,024 B written a row, mostly from L2.
 // Checked against rorqual/kernels/reference.py::mla_decode through tests/gpu.
 #include "rorqual/cluster.cuh"
 #include "rorqual/mla_decode.cuh"
@@ -65,7 +65,8 @@ __global__ void __launch_bounds__(kPlanThreads) mla_plan_kernel(const MlaPlanPar
   const int total = base;
   if (threadIdx.x == 0) starts[p.batch] = total;
   __syncthreads();
-  const int part_units = max(max((total + p.num_parts - 1) / p.num_parts, p.min_units), 1);
+  const int even_units = max(max((total + p.num_parts - 1) / p.num_parts, p.min_units), 1);
+  const int part_units = (even_units + p.unit_step - 1) / p.unit_step * p.unit_step;
 
   // The sequence that holds point x of the line, and the first block at or after it.
   const auto locate = [&](int64_t x) {
@@ -116,21 +117,23 @@ __global__ void __launch_bounds__(kPlanThreads) mla_plan_kernel(const MlaPlanPar
   }
 }
 
-constexpr int kValueThreads = Mla::kLatent / 4;
-
-// kGroups groups of 128 threads share the splits of a row.
-template <int kGroups>
-__global__ void __launch_bounds__(kValueThreads* kGroups) mla_combine_kernel(const __grid_constant__ MlaDecodeParams p) {
-  const int head = blockIdx.x, query = blockIdx.y, seq = blockIdx.z;
+// A CTA takes kCols values of a row; its kGroups groups of kCols / 4 threads share the splits.
+template <int kCols, int kGroups>
+__global__ void __launch_bounds__(kCols / 4 * kGroups) mla_combine_kernel(const __grid_constant__ MlaDecodeParams p) {
+  constexpr int kGroupThreads = kCols / 4, kSlices = Mla::kLatent / kCols;
+  static_assert(kGroupThreads % kWarpSize == 0);
+  const int head = blockIdx.x / kSlices, slice = blockIdx.x % kSlices, query = blockIdx.y, seq = blockIdx.z;
   // The plan and the batch's layout are older than the attention kernel, which is what may still run.
   const int q_start = p.q_starts[seq];
   const int q_len = p.q_starts[seq + 1] - q_start;
   const int* split_starts = p.plan + plan_split_starts(p.num_parts, p.batch);
   const int first = split_starts[seq], num_splits = split_starts[seq + 1] - first;
   wait_for_previous_kernel();  // in every CTA: this kernel must not end before that one
+  let_dependents_launch();
   if (query >= q_len || num_splits == 1) return;
 
-  const int lane = threadIdx.x % kWarpSize, group = threadIdx.x / kValueThreads, value = threadIdx.x % kValueThreads;
+  const int lane = threadIdx.x % kWarpSize, group = threadIdx.x / kGroupThreads;
+  const int value = slice * kGroupThreads + threadIdx.x % kGroupThreads;  // which four of the row's values
   const int64_t token = q_start + query;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
   float lse = neg_inf();
@@ -146,7 +149,7 @@ __global__ void __launch_bounds__(kValueThreads* kGroups) mla_combine_kernel(con
     for (int mask = 16; mask > 0; mask /= 2) max_lse = fmaxf(max_lse, __shfl_xor_sync(0xffffffffu, max_lse, mask));
     if (max_lse != neg_inf()) {
       float weight_sum = 0.f;
-      for (int k = lane; k < num_splits; k += kWarpSize) weight_sum += exp2f(lses[k * rows] - max_lse);
+      for (int k = lane; k < num_splits; k += kWarpSize) weight_sum += exp2_approx(lses[k * rows] - max_lse);
       weight_sum = warp_sum(weight_sum);
       lse = max_lse + log2f(weight_sum);
       const float4* values = reinterpret_cast<const float4*>(p.partial_out + (first * rows + row) * Mla::kLatent) + value;
@@ -154,7 +157,7 @@ __global__ void __launch_bounds__(kValueThreads* kGroups) mla_combine_kernel(con
       const int per_group = (num_splits + kGroups - 1) / kGroups;
       const int begin = group * per_group, end = min(begin + per_group, num_splits);
       for (int base = begin; base < end; base += kWarpSize) {
-        const float own_weight = base + lane < end ? exp2f(lses[(base + lane) * rows] - lse) : 0.f;
+        const float own_weight = base + lane < end ? exp2_approx(lses[(base + lane) * rows] - lse) : 0.f;
         const int count = min(end - base, kWarpSize);
 #pragma unroll 8
         for (int k = 0; k < count; ++k) {
@@ -169,13 +172,13 @@ __global__ void __launch_bounds__(kValueThreads* kGroups) mla_combine_kernel(con
     }
   }
   if constexpr (kGroups > 1) {
-    __shared__ float4 sums[kGroups - 1][kValueThreads];
-    if (group > 0) sums[group - 1][value] = sum;
+    __shared__ float4 sums[kGroups - 1][kGroupThreads];
+    if (group > 0) sums[group - 1][threadIdx.x % kGroupThreads] = sum;
     __syncthreads();
     if (group > 0) return;
 #pragma unroll
     for (int g = 0; g < kGroups - 1; ++g) {
-      const float4 x = sums[g][value];
+      const float4 x = sums[g][threadIdx.x];
       sum.x += x.x;
       sum.y += x.y;
       sum.z += x.z;
@@ -199,13 +202,15 @@ cudaError_t launch_mla_decode(MlaDecodeKernel kernel, const MlaDecodeParams& p, 
                       : kernel == MlaDecodeKernel::kNarrow32 ? launch_mla_decode_narrow32(p, stream)
                                                              : launch_mla_decode_wide(p, stream);
   if (error != cudaSuccess) return error;
-  const dim3 grid(p.num_heads, p.max_q_len, p.batch);
   // The choice must not depend on the batch where equal bits are promised.
-  constexpr int kGroups = 4, kSmallGrid = 512;
+  constexpr int kSmallGrid = 512, kSmallCols = 128, kSmallGroups = 16;
   if (p.split_blocks == 0 && p.num_heads * p.max_q_len * p.batch <= kSmallGrid) {
-    return launch_kernel(mla_combine_kernel<kGroups>, grid, kValueThreads * kGroups, stream, {.overlaps = true}, p);
+    return launch_kernel(mla_combine_kernel<kSmallCols, kSmallGroups>,
+                         dim3(p.num_heads * (Mla::kLatent / kSmallCols), p.max_q_len, p.batch),
+                         kSmallCols / 4 * kSmallGroups, stream, {.overlaps = true}, p);
   }
-  return launch_kernel(mla_combine_kernel<1>, grid, kValueThreads, stream, {.overlaps = true}, p);
+  return launch_kernel(mla_combine_kernel<Mla::kLatent, 1>, dim3(p.num_heads, p.max_q_len, p.batch), Mla::kLatent / 4,
+                       stream, {.overlaps = true}, p);
 }
 
 }  // namespace rorqual

@@ -92,6 +92,10 @@ __device__ __forceinline__ void produce(const MlaDecodeParams& p, char* smem, co
         }
         __syncwarp();
       }
+      if (p.prefetch_blocks > 0) {
+        const int from = block == segment.begin ? block + 2 : block + p.prefetch_blocks;
+        prefetch_blocks(p, segment, table, from, block + p.prefetch_blocks + 2, lane);
+      }
     }
   }
 }
@@ -128,9 +132,9 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, co
   const int own_row[2] = {16 * warp + group, 16 * warp + group + 8};
 
   SegmentWalk walk(p, part, first_tile_row);
-  Segment segment;
+  Segment segment, next_segment;
   uint32_t phase = 0;
-  while (walk.next(segment)) {
+  for (bool more = walk.next(segment); more; segment = next_segment) {
     load_query<Wide::kRows>(q_smem, p, segment, tile_row, threadIdx.x, Wide::kComputeThreads);
     int limit[2];
     float row_max[2], row_sum[2];
@@ -146,6 +150,7 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, co
     for (int i = 0; i < Wide::kOut; ++i) out[i] = 0.f;
     fence_proxy_async();
     named_barrier_sync(Wide::kBarrierAll, Wide::kComputeThreads);
+    more = walk.next(next_segment);  // here, where the first blocks are still under way
 
     for (int pair = segment.begin; pair < segment.end; pair += 2, phase ^= 1) {
       const int block = pair + half;
@@ -319,6 +324,7 @@ __global__ void __launch_bounds__(Wide::kThreads, 1) mla_decode_wide_kernel(cons
   } else {
     __syncthreads();
   }
+  wait_for_previous_kernel();
   let_dependents_launch();
   if (threadIdx.x < Wide::kComputeThreads) {
     take_registers<Wide::kComputeRegisters>();
@@ -338,9 +344,10 @@ cudaError_t launch_mla_decode_wide(const MlaDecodeParams& p, cudaStream_t stream
   constexpr int kSmemBytes = Wide::kSmemBytes + 1024;  // room to align the first atom
   if (p.num_tiles % 2 == 0 && p.share_blocks) {
     return launch_kernel(mla_decode_wide_kernel<2>, grid, Wide::kThreads, stream,
-                         {.smem_bytes = kSmemBytes, .cluster_x = 2}, p);
+                         {.smem_bytes = kSmemBytes, .cluster_x = 2, .overlaps = true}, p);
   }
-  return launch_kernel(mla_decode_wide_kernel<1>, grid, Wide::kThreads, stream, {.smem_bytes = kSmemBytes}, p);
+  return launch_kernel(mla_decode_wide_kernel<1>, grid, Wide::kThreads, stream,
+                       {.smem_bytes = kSmemBytes, .overlaps = true}, p);
 }
 
 }  // namespace rorqual

@@ -22,6 +22,8 @@ struct MlaRow {
   static_assert(kVecsPerLane == 2);
 };
 
+constexpr int kHeadsAtOnce = 6;  // heads whose pairs a warp holds at once
+
 // Products and sums are kept apart (no fused multiply-add), so the bits are the reference's.
 __device__ __forceinline__ uint32_t turn_pair(uint32_t pair, float cos, float sin) {
   const float even = bf16_low(pair), odd = bf16_high(pair);
@@ -39,9 +41,20 @@ __global__ void __launch_bounds__(kWarpSize * MlaRow::kWarps) mla_store_kernel(c
   const float cos = cos_sin[lane], sin = cos_sin[MlaRow::kPairs + lane];
 
   if (warp > 0) {
-    for (int head = warp - 1; head < p.num_heads; head += MlaRow::kWarps - 1) {
-      uint32_t* q = reinterpret_cast<uint32_t*>(p.q_pe + token * p.q_pe_token_stride + head * p.q_pe_head_stride);
-      q[lane] = turn_pair(q[lane], cos, sin);
+    constexpr int kStep = MlaRow::kWarps - 1;
+    for (int first = warp - 1; first < p.num_heads; first += kStep * kHeadsAtOnce) {
+      uint32_t* q[kHeadsAtOnce];
+      uint32_t pair[kHeadsAtOnce];
+#pragma unroll
+      for (int i = 0; i < kHeadsAtOnce; ++i) {  // all loads before the first store
+        const int head = first + i * kStep;
+        q[i] = reinterpret_cast<uint32_t*>(p.q_pe + token * p.q_pe_token_stride + head * p.q_pe_head_stride) + lane;
+        pair[i] = head < p.num_heads ? *q[i] : 0u;
+      }
+#pragma unroll
+      for (int i = 0; i < kHeadsAtOnce; ++i) {
+        if (first + i * kStep < p.num_heads) *q[i] = turn_pair(pair[i], cos, sin);
+      }
     }
     return;
   }

@@ -75,6 +75,19 @@ def times_us(calls: Sequence[Callable[[], Any]], replays: int = 21) -> list[floa
     return [start.elapsed_time(end) * 1e3 / (repeat * len(calls)) for start, end in events]
 
 
+def eager_us(call: Callable[[], Any], repeats: int = 11) -> list[float]:
+    """Microseconds of each of several plain calls: for calls that are long against their launch."""
+    times = []
+    for _ in range(repeats + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return times[2:]
+
+
 class Bench:
     def __init__(self, variants: bool) -> None:
         self.variants = variants
@@ -90,7 +103,7 @@ class Bench:
         source = torch.randint(0, 255, (2 << 30,), device=self.device, dtype=torch.uint8).view(torch.int64)
         target = torch.empty_like(source)
         read = statistics.median(times_us([source.sum]))
-        copy = statistics.median(times_us([partial(target.copy_, source)]))
+        copy = statistics.median(eager_us(partial(target.copy_, source)))  # in a graph it would go to a copy engine
         a, b = self.randn(8192, 8192), self.randn(8192, 8192)
         product = statistics.median(times_us([partial(torch.matmul, a, b)]))
         num_bytes = source.numel() * 8
@@ -237,12 +250,16 @@ class Bench:
         kv_lens = torch.full((batch,), context, dtype=torch.int32, device=self.device)
         q_starts = torch.arange(0, batch * q_len + 1, q_len, dtype=torch.int32, device=self.device)
         out = torch.empty((batch * q_len, num_heads, 512), device=self.device, dtype=BF16)
-        options: list[dict[str, Any]] = [{}, {"deterministic": True, "max_kv_len": context}]
+        options: list[dict[str, Any]] = [{}]
+        options += [{"deterministic": True, "max_kv_len": context, "split_blocks": n} for n in (16, 32, 64)]
         if self.variants and q_len == 1:
-            options += [{"min_units": n} for n in ((3, 4, 6) if batch == 1 else ())]
-            options += [{"overhead_blocks": n} for n in ((1, 4) if batch > 1 else ())]
-            options += [{"kernel": k} for k in ((1, 2) if num_heads == 16 else (3,))]
-            options += [{"deterministic": True, "max_kv_len": context, "split_blocks": 16}]
+            kernels = (1, 2) if num_heads == 16 else (3,)
+            options += [{"kernel": k, "prefetch_blocks": n} for k in kernels for n in (0, 4)]
+            options += [{"prefetch_blocks": n} for n in (0, 2, 8)]
+            options += [{"min_units": n} for n in ((2, 3, 4, 6, 8) if batch == 1 else ())]
+            options += [{"overhead_blocks": n} for n in ((1, 3, 4, 6) if batch > 1 else ())]
+        elif self.variants:
+            options += [{"kernel": k} for k in range(4)]
         for option in options:
             workspace = mla.make_workspace(self.device, max_batch=batch, num_heads=num_heads, max_q_len=q_len, **option)
             mla.plan_decode(workspace, kv_lens, q_starts)
@@ -292,6 +309,26 @@ class Bench:
                 num_bytes=batch * 24 + 16 * workspace.num_parts,
             )
 
+    def once(self, num_heads: int, batch: int, context: int, kernel: int) -> None:
+        cache = self.randn(batch * context // 64, 64, 576)
+        q = self.randn(batch, num_heads, 576)
+        kv_lens = torch.full((batch,), context, dtype=torch.int32, device=self.device)
+        q_starts = torch.arange(batch + 1, dtype=torch.int32, device=self.device)
+        workspace = mla.make_workspace(self.device, max_batch=batch, num_heads=num_heads, kernel=kernel)
+        mla.plan_decode(workspace, kv_lens, q_starts)
+        for _ in range(3):
+            mla.mla_decode(
+                q[..., :512],
+                q[..., 512:],
+                cache,
+                block_tables=torch.randperm(cache.shape[0], device=self.device).to(torch.int32).view(batch, -1),
+                kv_lens=kv_lens,
+                q_starts=q_starts,
+                workspace=workspace,
+                softmax_scale=SCALE,
+            )
+        torch.cuda.synchronize()
+
 
 def machine() -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(0)
@@ -324,9 +361,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "h200-kernels.json")
     parser.add_argument("--only", default="mla,elementwise,moe")
     parser.add_argument("--variants", action="store_true", help="also time other cuts, overheads and kernels")
+    parser.add_argument(
+        "--once", default=None, help="HEADS,BATCH,CONTEXT,KERNEL: three plain calls and no timing, for a profiler"
+    )
     parser.add_argument("--commit", default=None, help="what to record where there is no git")
     args = parser.parse_args()
     bench = Bench(args.variants)
+    if args.once is not None:
+        num_heads, batch, context, kernel = (int(n) for n in args.once.split(","))
+        bench.once(num_heads, batch, context, kernel)
+        return
     record: dict[str, Any] = {
         "machine": machine(),
         "versions": {

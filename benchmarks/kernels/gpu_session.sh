@@ -37,6 +37,24 @@ for part in $steps; do
       $pytest tests/gpu -k "(edges and (16 or 32 or 128)) or any_cut or (several and 5) or (mla_store and 65) or (rms_norm and 7)"
     grep -E 'ERROR SUMMARY|Invalid|passed|failed|=========.*(at |by )' "$out/memcheck.log" | sort | uniq -c | sort -rn | head -20
     ;;
+  memcheck-all)
+    step memcheck-all 120 compute-sanitizer --tool memcheck --error-exitcode 9 --launch-timeout 60 $pytest tests/gpu -k "not very_long"
+    grep -E 'ERROR SUMMARY|Invalid|passed|failed' "$out/memcheck-all.log" | sort | uniq -c | sort -rn | head
+    ;;
+  synccheck)
+    step synccheck 60 compute-sanitizer --tool synccheck --error-exitcode 9 $pytest tests/gpu -k "any_cut or (edges and (16 or 128))"
+    grep -E 'ERROR SUMMARY|=========.*(Barrier|Divergent)|passed|failed' "$out/synccheck.log" | cut -c1-200 | sort | uniq -c | sort -rn | head
+    ;;
+  profile)
+    for shape in 16,1,4096,0 16,32,4096,0 16,128,8192,0 128,1,4096,2 128,128,8192,2 128,128,8192,3; do
+      step "ncu-$shape" 40 ncu --clock-control none --set full -k regex:mla_ -s 3 -c 2 \
+        python3 benchmarks/kernels/bench.py --once "$shape"
+      grep -E 'Duration|DRAM Throughput|L2 Cache Throughput|L1/TEX Hit|Mem Pipes|Executed Ipc|Stall|stall|Tensor|Shared|Bank' \
+        "$out/ncu-$shape.log" | head -30
+    done
+    cat "$out"/ncu-*.log >"$out/ncu.log"
+    rm -f "$out"/ncu-*.log
+    ;;
   bench)
     step bench 120 python3 benchmarks/kernels/bench.py --out "$out/h200-kernels.json" \
       --commit "${COMMIT:-unknown}" ${BENCH_FLAGS:---variants}

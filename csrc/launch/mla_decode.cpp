@@ -38,8 +38,8 @@ extern "C" int rorqual_mla_plan(const RorqualMlaPlan* a, void* stream) {
                   "mla_plan: num_parts must be in [1, 65535], got " + std::to_string(a->num_parts));
   RORQUAL_REQUIRE(a->split_blocks >= 0 && a->split_blocks % 2 == 0,
                   "mla_plan: split_blocks must be even and >= 0, got " + std::to_string(a->split_blocks));
-  RORQUAL_REQUIRE(a->overhead_blocks >= 0 && a->min_units >= 0 && a->split_capacity >= 0,
-                  "mla_plan: overhead_blocks, min_units and split_capacity must be >= 0");
+  RORQUAL_REQUIRE(a->overhead_blocks >= 0 && a->min_units >= 0 && a->split_capacity >= 0 && a->unit_step >= 1,
+                  "mla_plan: overhead_blocks, min_units and split_capacity must be >= 0, unit_step >= 1");
   if (a->batch == 0) return 0;
   RORQUAL_REQUIRE(a->plan && a->kv_lens && a->q_starts, "mla_plan: plan, kv_lens and q_starts must not be NULL");
   RORQUAL_REQUIRE(aligned(a->plan, 16), "mla_plan: plan must be 16-byte aligned");
@@ -50,6 +50,7 @@ extern "C" int rorqual_mla_plan(const RorqualMlaPlan* a, void* stream) {
                                  a->num_parts,
                                  a->split_blocks,
                                  a->min_units,
+                                 a->unit_step,
                                  a->overhead_blocks,
                                  a->split_capacity};
   return rorqual::from_cuda(rorqual::launch_mla_plan(p, static_cast<cudaStream_t>(stream)), "mla_plan");
@@ -71,6 +72,8 @@ extern "C" int rorqual_mla_decode(const RorqualMlaDecode* a, void* stream) {
                   "mla_decode: softmax_scale must be > 0, got " + std::to_string(a->softmax_scale));
   RORQUAL_REQUIRE(a->split_blocks >= 0 && a->split_blocks % 2 == 0,
                   "mla_decode: split_blocks must be even and >= 0, got " + std::to_string(a->split_blocks));
+  RORQUAL_REQUIRE(a->prefetch_blocks >= 0 && a->prefetch_blocks % 2 == 0,
+                  "mla_decode: prefetch_blocks must be even and >= 0, got " + std::to_string(a->prefetch_blocks));
   if (a->batch == 0) return 0;
   RORQUAL_REQUIRE(a->q_latent && a->q_pe && a->cache && a->out && a->block_tables && a->kv_lens && a->q_starts &&
                       a->plan && a->partial_out && a->partial_lse,
@@ -123,6 +126,7 @@ extern "C" int rorqual_mla_decode(const RorqualMlaDecode* a, void* stream) {
   p.partial_tile_rows = rorqual::mla_tile_rows(kernel);
   p.num_tiles = (a->num_heads * a->max_q_len + p.partial_tile_rows - 1) / p.partial_tile_rows;
   p.share_blocks = kernel == rorqual::MlaDecodeKernel::kWide64Shared;
+  p.prefetch_blocks = a->prefetch_blocks;
   p.split_blocks = a->split_blocks;
   p.split_capacity = a->split_capacity;
   p.scale_log2 = a->softmax_scale * rorqual::kLog2E;

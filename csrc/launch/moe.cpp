@@ -44,9 +44,10 @@ extern "C" int rorqual_moe_permute(const RorqualMoePermute* a, void* stream) {
                   "moe_permute: num_experts must be in [1, 512], got " + std::to_string(a->num_experts));
   RORQUAL_REQUIRE(a->row_alignment >= 1,
                   "moe_permute: row_alignment must be >= 1, got " + std::to_string(a->row_alignment));
-  RORQUAL_REQUIRE(a->expert_starts && (a->num_choices == 0 || (a->choice_of && a->row_of && a->topk_ids)),
+  RORQUAL_REQUIRE(a->expert_starts && a->counts && (a->num_choices == 0 || (a->choice_of && a->row_of && a->topk_ids)),
                   "moe_permute: no pointer may be NULL");
-  const rorqual::MoePermuteParams p{static_cast<int*>(a->expert_starts),
+  const rorqual::MoePermuteParams p{static_cast<int*>(a->counts),
+                                    static_cast<int*>(a->expert_starts),
                                     static_cast<int*>(a->choice_of),
                                     static_cast<int*>(a->row_of),
                                     static_cast<const int*>(a->topk_ids),

@@ -35,7 +35,7 @@ class MlaStoreArgs(ctypes.Structure):
 class MlaPlanArgs(ctypes.Structure):
     _fields_: ClassVar = _fields(
         ptr="plan kv_lens q_starts",
-        i32="batch num_parts split_blocks min_units overhead_blocks split_capacity",
+        i32="batch num_parts split_blocks min_units unit_step overhead_blocks split_capacity",
     )
 
 
@@ -44,7 +44,7 @@ class MlaDecodeArgs(ctypes.Structure):
         ptr="q_latent q_pe cache out lse block_tables kv_lens q_starts plan partial_out partial_lse",
         i64="q_latent_token_stride q_latent_head_stride q_pe_token_stride q_pe_head_stride "
         "out_token_stride out_head_stride block_table_stride cache_block_stride num_blocks",
-        i32="batch num_heads max_q_len num_parts split_blocks split_capacity kernel",
+        i32="batch num_heads max_q_len num_parts split_blocks split_capacity kernel prefetch_blocks",
         f32="softmax_scale",
     )
 
@@ -60,6 +60,6 @@ class MoeRouteArgs(ctypes.Structure):
 
 class MoePermuteArgs(ctypes.Structure):
     _fields_: ClassVar = _fields(
-        ptr="expert_starts choice_of row_of topk_ids",
+        ptr="expert_starts choice_of row_of counts topk_ids",
         i32="num_choices num_experts row_alignment",
     )

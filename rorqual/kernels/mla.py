@@ -22,6 +22,8 @@ TILE_ROWS = (16, 32, 64, 64)
 NARROW_16, NARROW_32, WIDE, WIDE_PAIRED = range(4)
 # What starting a sequence costs a CTA, in blocks of 64 tokens: its query, first loads, and output.
 OVERHEAD_BLOCKS = 2
+# How many blocks ahead of its loads a CTA brings into L2; even.
+PREFETCH_BLOCKS = 4
 # Blocks a split of a deterministic run holds, by default: 4,096 tokens.
 DETERMINISTIC_SPLIT_BLOCKS = 64
 
@@ -43,6 +45,7 @@ class DecodeWorkspace:
     split_blocks: int
     min_units: int
     overhead_blocks: int
+    prefetch_blocks: int
     split_capacity: int
     plan: torch.Tensor  # int32
     partial_out: torch.Tensor  # float32 [split_capacity, rows, 512]
@@ -72,13 +75,14 @@ def make_workspace(
     num_parts: int | None = None,
     min_units: int = 0,
     overhead_blocks: int = OVERHEAD_BLOCKS,
+    prefetch_blocks: int = PREFETCH_BLOCKS,
 ) -> DecodeWorkspace:
     """Allocate a workspace on `device`.
 
     `max_kv_len` (tokens) is needed with `deterministic`: the workspace then holds every split of max_batch
     sequences of that length. `split_blocks` (even) defaults to 64, `num_parts` to the number of CTAs of a tile that
     the device holds at once; `kernel`,
-    `min_units` (least blocks a part) and `overhead_blocks` are for benchmarks.
+    `min_units` (least blocks a part), `overhead_blocks` and `prefetch_blocks` are for benchmarks.
     """
     for name, value, largest in (
         ("max_batch", max_batch, MAX_BATCH),
@@ -118,6 +122,7 @@ def make_workspace(
         split_blocks=split_blocks,
         min_units=min_units,
         overhead_blocks=0 if deterministic else overhead_blocks,
+        prefetch_blocks=prefetch_blocks,
         split_capacity=split_capacity,
         plan=torch.zeros(plan_words, dtype=torch.int32, device=device),
         partial_out=torch.empty((split_capacity, rows, LATENT), dtype=torch.float32, device=device),
@@ -150,6 +155,8 @@ def plan_decode(
         num_parts=workspace.num_parts,
         split_blocks=workspace.split_blocks,
         min_units=workspace.min_units,
+        # The wide kernels take blocks in pairs; a lone one costs as much.
+        unit_step=2 if workspace.kernel >= WIDE and not workspace.split_blocks else 1,
         overhead_blocks=workspace.overhead_blocks,
         split_capacity=workspace.split_capacity,
     )
@@ -234,6 +241,7 @@ def mla_decode(
         split_blocks=workspace.split_blocks,
         split_capacity=workspace.split_capacity,
         kernel=workspace.kernel,
+        prefetch_blocks=workspace.prefetch_blocks,
         softmax_scale=softmax_scale,
     )
     library.call("rorqual_mla_decode", args, current_stream(device))

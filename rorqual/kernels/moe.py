@@ -120,10 +120,12 @@ def permute(
             row_of.fill_(-1).view(-1)[order] = rows.to(torch.int32)
             return Permutation(starts, choice_of, row_of)
         library = load()
+    counts = torch.empty(num_experts, dtype=torch.int32, device=device)
     args = MoePermuteArgs(
         expert_starts=starts.data_ptr(),
         choice_of=choice_of.data_ptr(),
         row_of=row_of.data_ptr(),
+        counts=counts.data_ptr(),
         topk_ids=topk_ids.data_ptr(),
         num_choices=num_choices,
         num_experts=num_experts,

@@ -57,7 +57,9 @@ typedef struct {
   const void* q_starts; /* i32 [batch + 1] */
   int32_t batch, num_parts;
   int32_t split_blocks; /* 0: even parts; otherwise splits of so many blocks, an even number */
-  int32_t min_units, overhead_blocks, split_capacity;
+  int32_t min_units;    /* a part is at least so many blocks (or splits) */
+  int32_t unit_step;    /* and a multiple of so many, >= 1 */
+  int32_t overhead_blocks, split_capacity;
 } RorqualMlaPlan;
 int64_t rorqual_mla_plan_words(int32_t num_parts, int32_t batch);
 int rorqual_mla_plan(const RorqualMlaPlan* args, void* stream);
@@ -80,6 +82,7 @@ typedef struct {
   int64_t q_latent_token_stride, q_latent_head_stride, q_pe_token_stride, q_pe_head_stride;
   int64_t out_token_stride, out_head_stride, block_table_stride, cache_block_stride, num_blocks;
   int32_t batch, num_heads, max_q_len, num_parts, split_blocks, split_capacity, kernel;
+  int32_t prefetch_blocks;  /* blocks brought into L2 ahead of their loads; even */
   float softmax_scale;
 } RorqualMlaDecode;
 int rorqual_mla_decode(const RorqualMlaDecode* args, void* stream);
@@ -103,6 +106,7 @@ typedef struct {
   void* expert_starts;  /* i32 [num_experts + 1], multiples of row_alignment */
   void* choice_of;      /* i32 [>= num_choices + num_experts * (row_alignment - 1)], -1 = padding */
   void* row_of;         /* i32 [num_choices], -1 = no expert */
+  void* counts;         /* i32 [num_experts], scratch */
   const void* topk_ids; /* i32 [num_choices]; outside [0, num_experts): no expert */
   int32_t num_choices, num_experts, row_alignment;
 } RorqualMoePermute;

@@ -49,6 +49,7 @@ struct MlaPlanParams {
   int batch, num_parts;
   int split_blocks;     // 0: cut where the load is even; else splits of exactly so many blocks
   int min_units;        // at least so many units of work a part
+  int unit_step;        // and a multiple of so many: the wide kernel takes blocks in pairs
   int overhead_blocks;  // what starting a sequence costs, in blocks
   int split_capacity;
 };
@@ -72,6 +73,7 @@ struct MlaDecodeParams {
   int64_t out_token_stride, out_head_stride, block_table_stride;
   int batch, num_heads, max_q_len, num_parts, num_tiles, split_blocks, split_capacity;
   int partial_tile_rows;  // mla_tile_rows of the kernel
+  int prefetch_blocks;    // how far ahead of its loads a CTA brings blocks into L2
   bool share_blocks;      // wide: neighbouring tiles fetch their blocks together, if their number is even
   float scale_log2;  // softmax scale * log2(e)
 };
@@ -101,6 +103,7 @@ struct MoeRouteParams {
 cudaError_t launch_moe_route(const MoeRouteParams& p, cudaStream_t stream);
 
 struct MoePermuteParams {
+  int* counts;          // [num_experts], scratch
   int* expert_starts;   // [num_experts + 1]: rows of expert e are [starts[e], starts[e + 1]), padding last
   int* choice_of;       // [rows]: which choice a row is, -1 for padding; rows from starts[num_experts] on: untouched
   int* row_of;          // [num_choices]: the inverse; -1 where topk_ids is no expert
