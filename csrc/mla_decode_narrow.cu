@@ -8,9 +8,12 @@
 //          of 72 KiB in shared memory; O^T is 4 N registers a thread.
 // Traffic: 73,728 B a block, once a tile; 1,152 B of query a row and segment; 2,048 B written a row and segment.
 // Shared memory reads by the tensor cores, (64 + N) * 32 B per 64 x N x 16 product, stay under the HBM time.
-// Checked against rorqual/kernels/reference.py::mla_decode.
-#include "rorqual/cluster.cuh"
+// Tried on an H200 and left out: bringing blocks ahead of the two in flight into L2. 128 sequences of 8,192 took 379 us with
+// two blocks ahead and 491 with four, instead of 312: what is fetched ahead crosses HBM nearly twice.
+// Checked against rorqual/kernels/reference_paged.py::mla_decode_paged.
+#include "rorqual/launch_kernel.cuh"
 #include "rorqual/mla_decode.cuh"
+#include "rorqual/tma.cuh"
 #include "rorqual/wgmma.cuh"
 
 namespace rorqual {
@@ -70,11 +73,6 @@ __device__ __forceinline__ void produce(const MlaDecodeParams& p, char* smem, ui
         }
       }
       __syncwarp();
-      // Further blocks go as far as L2, so that HBM stays busy while a segment ends and the next begins.
-      if (p.prefetch_blocks > 0) {
-        const int from = block == segment.begin ? block + 1 : block + p.prefetch_blocks;
-        prefetch_blocks(p, segment, table, from, block + p.prefetch_blocks + 1, lane);
-      }
     }
   }
 }

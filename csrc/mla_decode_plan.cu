@@ -7,10 +7,10 @@
 //
 // Combine. out = sum_k 2^(lse_k - lse) out_k over a sequence's splits k in ascending order, in float32; the same
 // bits however many CTAs computed them. A sequence of one split was written by the attention kernel itself.
-// Tiling:  one CTA a row, a thread four of its 512 values. Where the rows are few: four CTAs a row, a warp all 128
-//          values of a CTA for every sixteenth of the splits. Traffic: 2,052 B read a split and row, 1,024 B written a row, mostly from L2.
-// Checked against rorqual/kernels/reference.py::mla_decode through tests/gpu.
-#include "rorqual/cluster.cuh"
+// Tiling:  one CTA a row, a thread four of its 512 values. Where a sequence may have many splits, four or sixteen groups of
+//          threads share them, and where the rows are few too, four CTAs share a row. Traffic: 2,052 B read a split and row, 1,024 B written a row, mostly from L2.
+// Checked against rorqual/kernels/reference_paged.py::mla_decode_paged through tests/gpu.
+#include "rorqual/launch_kernel.cuh"
 #include "rorqual/mla_decode.cuh"
 
 namespace rorqual {
@@ -117,9 +117,10 @@ __global__ void __launch_bounds__(kPlanThreads) mla_plan_kernel(const MlaPlanPar
   }
 }
 
-// A CTA takes kCols values of a row; its kGroups groups of kCols / 4 threads share the splits.
+// A CTA takes kCols values of a row; its kGroups groups of kCols / 4 threads share the splits. (The 1 in the bounds
+// matters: without it ptxas stops at 40 registers, spills, and halves the loads in flight.)
 template <int kCols, int kGroups>
-__global__ void __launch_bounds__(kCols / 4 * kGroups) mla_combine_kernel(const __grid_constant__ MlaDecodeParams p) {
+__global__ void __launch_bounds__(kCols / 4 * kGroups, 1) mla_combine_kernel(const __grid_constant__ MlaDecodeParams p) {
   constexpr int kGroupThreads = kCols / 4, kSlices = Mla::kLatent / kCols;
   static_assert(kGroupThreads % kWarpSize == 0);
   const int head = blockIdx.x / kSlices, slice = blockIdx.x % kSlices, query = blockIdx.y, seq = blockIdx.z;
@@ -202,15 +203,16 @@ cudaError_t launch_mla_decode(MlaDecodeKernel kernel, const MlaDecodeParams& p, 
                       : kernel == MlaDecodeKernel::kNarrow32 ? launch_mla_decode_narrow32(p, stream)
                                                              : launch_mla_decode_wide(p, stream);
   if (error != cudaSuccess) return error;
-  // The choice must not depend on the batch where equal bits are promised.
-  constexpr int kSmallGrid = 512, kSmallCols = 128, kSmallGroups = 16;
-  if (p.split_blocks == 0 && p.num_heads * p.max_q_len * p.batch <= kSmallGrid) {
-    return launch_kernel(mla_combine_kernel<kSmallCols, kSmallGroups>,
-                         dim3(p.num_heads * (Mla::kLatent / kSmallCols), p.max_q_len, p.batch),
-                         kSmallCols / 4 * kSmallGroups, stream, {.overlaps = true}, p);
-  }
-  return launch_kernel(mla_combine_kernel<Mla::kLatent, 1>, dim3(p.num_heads, p.max_q_len, p.batch), Mla::kLatent / 4,
-                       stream, {.overlaps = true}, p);
+  // How many CTAs a row and how many threads share its splits follows from how many splits a sequence can have. Where
+  // equal bits are promised, the choice must not depend on the batch.
+  const int rows = p.num_heads * p.max_q_len * p.batch, splits = p.split_blocks > 0 ? 1 : p.num_parts / p.batch + 1;
+  const auto launch = [&](auto kernel, int cols, int groups) {
+    return launch_kernel(kernel, dim3(p.num_heads * (Mla::kLatent / cols), p.max_q_len, p.batch), cols / 4 * groups,
+                         stream, {.overlaps = true}, p);
+  };
+  if (splits >= 32 && rows <= 32) return launch(mla_combine_kernel<128, 16>, 128, 16);
+  if (splits >= 8) return launch(mla_combine_kernel<512, 4>, 512, 4);
+  return launch(mla_combine_kernel<512, 1>, 512, 1);
 }
 
 }  // namespace rorqual

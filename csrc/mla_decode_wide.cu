@@ -7,14 +7,15 @@
 //          128 registers a thread, first its own P_w V_w out of registers, then the other's P from shared memory.
 //          Shared memory holds Q and the pair, 216 KiB. P_w lies where block w's rope columns were.
 //          A slot is given back in two parts: early, the columns that warpgroup w alone still needed, and late.
-//          Two neighbouring tiles form a cluster (where their number is even): each CTA fetches half of every block and
-//          multicasts it to both, which halves what crosses from L2.
-// Traffic: 73,728 B a block and tile, or a cluster; 73,728 B of query and 65,536 B (bf16) or 131,072 B (a split) of
-//          output a segment and tile.
+// Traffic: 73,728 B a block and tile (tiles of a sequence run side by side and share it in L2); 73,728 B of query and
+//          65,536 B (bf16) or 131,072 B (a split) of output a segment.
 // An odd block is paired with itself, its second scores masked.
-// Checked against rorqual/kernels/reference.py::mla_decode.
-#include "rorqual/cluster.cuh"
+// Tried on an H200 and left out, being slower (128 heads, 128 sequences of 8,192): pairs of tiles as clusters that multicast
+// each half of a block to both, 772 us instead of 653; bringing blocks ahead into L2, 672 to 719 us.
+// Checked against rorqual/kernels/reference_paged.py::mla_decode_paged.
+#include "rorqual/launch_kernel.cuh"
 #include "rorqual/mla_decode.cuh"
+#include "rorqual/tma.cuh"
 #include "rorqual/wgmma.cuh"
 
 namespace rorqual {
@@ -43,7 +44,7 @@ struct Wide {
   static constexpr int kBarrierAll = 1, kBarrierProbs = 2;  // kBarrierProbs + w: P_w is in shared memory
 };
 
-// One barrier for each part of each slot. With a cluster, `empty` counts the warps of both CTAs.
+// One barrier for each part of each slot.
 struct WideBarriers {
   uint64_t* full;   // [2 slots][early, late]
   uint64_t* empty;  // the same
@@ -51,12 +52,10 @@ struct WideBarriers {
   __device__ __forceinline__ uint64_t* empty_of(int slot, int late) const { return empty + slot * 2 + late; }
 };
 
-template <int kCluster>
 __device__ __forceinline__ void produce(const MlaDecodeParams& p, char* smem, const WideBarriers& barriers, int part,
-                                        int first_tile_row) {
+                                        int tile_row) {
   const int lane = threadIdx.x % kWarpSize;
-  const int rank = kCluster > 1 ? static_cast<int>(cluster_cta_rank()) : 0;
-  SegmentWalk walk(p, part, first_tile_row);
+  SegmentWalk walk(p, part, tile_row);
   Segment segment;
   uint32_t phase = 0;
   while (walk.next(segment)) {
@@ -78,42 +77,20 @@ __device__ __forceinline__ void produce(const MlaDecodeParams& p, char* smem, co
           const int id = slot == 0 ? id0 : id1;
           mbarrier_arrive_expect_tx(full, late ? Wide::kLateBytes : Wide::kEarlyBytes);
           const auto load = [&](int chunk) {
-            char* to = dst + chunk * Mla::kChunkBytes;
-            if constexpr (kCluster > 1) {
-              tma_load_3d_multicast(to, &p.cache_map, full, chunk * Mla::kChunkCols, 0, id, (1 << kCluster) - 1);
-            } else {
-              tma_load_3d(to, &p.cache_map, full, chunk * Mla::kChunkCols, 0, id);
-            }
+            tma_load_3d(dst + chunk * Mla::kChunkBytes, &p.cache_map, full, chunk * Mla::kChunkCols, 0, id);
           };
-          constexpr int kOwnChunks = Wide::kHalfChunks / kCluster;  // each CTA of a cluster loads its share for all
 #pragma unroll
-          for (int i = 0; i < kOwnChunks; ++i) load(half * Wide::kHalfChunks + rank * kOwnChunks + i);
-          if (late && (kCluster == 1 || rank == slot)) load(Wide::kRopeChunk);
+          for (int i = 0; i < Wide::kHalfChunks; ++i) load(half * Wide::kHalfChunks + i);
+          if (late) load(Wide::kRopeChunk);
         }
         __syncwarp();
-      }
-      if (p.prefetch_blocks > 0) {
-        const int from = block == segment.begin ? block + 2 : block + p.prefetch_blocks;
-        prefetch_blocks(p, segment, table, from, block + p.prefetch_blocks + 2, lane);
       }
     }
   }
 }
 
-// Gives a part of a slot back, to every CTA whose producer writes it.
-template <int kCluster>
-__device__ __forceinline__ void give_back(uint64_t* empty) {
-  if constexpr (kCluster > 1) {
-#pragma unroll
-    for (int rank = 0; rank < kCluster; ++rank) mbarrier_arrive_at(empty, rank);
-  } else {
-    mbarrier_arrive(empty);
-  }
-}
-
-template <int kCluster>
 __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, const WideBarriers& barriers, int part,
-                                        int tile_row, int first_tile_row) {
+                                        int tile_row) {
   const int half = threadIdx.x / Wide::kGroupThreads;  // which warpgroup: its block of a pair, its half of the values
   const int thread = threadIdx.x % Wide::kGroupThreads;
   const int warp = thread / kWarpSize, lane = thread % kWarpSize, group = lane / 4, quad = lane % 4;
@@ -131,7 +108,7 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, co
   const int early_chunk = half * Wide::kHalfChunks, late_chunk = (1 - half) * Wide::kHalfChunks;
   const int own_row[2] = {16 * warp + group, 16 * warp + group + 8};
 
-  SegmentWalk walk(p, part, first_tile_row);
+  SegmentWalk walk(p, part, tile_row);
   Segment segment, next_segment;
   uint32_t phase = 0;
   for (bool more = walk.next(segment); more; segment = next_segment) {
@@ -252,10 +229,10 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, co
       }
       wgmma_commit();
       wgmma_wait<1>();
-      if (lane == 0) give_back<kCluster>(barriers.empty_of(half, 0));
+      if (lane == 0) mbarrier_arrive(barriers.empty_of(half, 0));
       wgmma_wait<0>();
       wgmma_fence_operand(out);
-      if (lane == 0) give_back<kCluster>(barriers.empty_of(1 - half, 1));
+      if (lane == 0) mbarrier_arrive(barriers.empty_of(1 - half, 1));
     }
 
 #pragma unroll
@@ -302,52 +279,37 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, co
   }
 }
 
-template <int kCluster>
 __global__ void __launch_bounds__(Wide::kThreads, 1) mla_decode_wide_kernel(const __grid_constant__ MlaDecodeParams p) {
   extern __shared__ char smem_raw[];
   char* smem = smem_raw + (1024 - smem_addr(smem_raw) % 1024) % 1024;
   uint64_t* bars = reinterpret_cast<uint64_t*>(smem + Wide::kBarrierOffset);
   const WideBarriers barriers{bars, bars + 4};
   const int tile_row = blockIdx.x * Wide::kRows, part = blockIdx.y;
-  // CTAs of a cluster take neighbouring tiles, and walk the same segments even where only the first has valid rows.
-  const int first_tile_row = blockIdx.x / kCluster * kCluster * Wide::kRows;
   if (threadIdx.x == 0) {
     tma_prefetch_map(&p.cache_map);
     for (int i = 0; i < 4; ++i) {
       mbarrier_init(&barriers.full[i], 1);
-      mbarrier_init(&barriers.empty[i], Wide::kGroupWarps * kCluster);
+      mbarrier_init(&barriers.empty[i], Wide::kGroupWarps);
     }
     mbarrier_init_fence();
   }
-  if constexpr (kCluster > 1) {
-    cluster_sync();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
   wait_for_previous_kernel();
   let_dependents_launch();
   if (threadIdx.x < Wide::kComputeThreads) {
     take_registers<Wide::kComputeRegisters>();
-    compute<kCluster>(p, smem, barriers, part, tile_row, first_tile_row);
+    compute(p, smem, barriers, part, tile_row);
   } else {
     release_registers<Wide::kProducerRegisters>();
-    if (threadIdx.x < Wide::kComputeThreads + kWarpSize) produce<kCluster>(p, smem, barriers, part, first_tile_row);
+    if (threadIdx.x < Wide::kComputeThreads + kWarpSize) produce(p, smem, barriers, part, tile_row);
   }
-  // A CTA stays until its neighbour has sent it everything and needs no more of its arrivals.
-  if constexpr (kCluster > 1) cluster_sync();
 }
 
 }  // namespace
 
 cudaError_t launch_mla_decode_wide(const MlaDecodeParams& p, cudaStream_t stream) {
-  const dim3 grid(p.num_tiles, p.num_parts);
-  constexpr int kSmemBytes = Wide::kSmemBytes + 1024;  // room to align the first atom
-  if (p.num_tiles % 2 == 0 && p.share_blocks) {
-    return launch_kernel(mla_decode_wide_kernel<2>, grid, Wide::kThreads, stream,
-                         {.smem_bytes = kSmemBytes, .cluster_x = 2, .overlaps = true}, p);
-  }
-  return launch_kernel(mla_decode_wide_kernel<1>, grid, Wide::kThreads, stream,
-                       {.smem_bytes = kSmemBytes, .overlaps = true}, p);
+  return launch_kernel(mla_decode_wide_kernel, dim3(p.num_tiles, p.num_parts), Wide::kThreads, stream,
+                       {.smem_bytes = Wide::kSmemBytes + 1024, .overlaps = true}, p);  // room to align the first atom
 }
 
 }  // namespace rorqual

@@ -9,9 +9,9 @@
 // Tiling:  one CTA an expert reads all choices, four a thread and turn: one launch counts, the next places.
 // Traffic: 8 B a choice and expert, from L2 (25 MB for 8,192 tokens of 6 choices over 64 experts); 8 B a choice written.
 // Checked against rorqual/kernels/reference.py::router_scores and route, and torch's stable argsort.
-#include "rorqual/cluster.cuh"
 #include "rorqual/device.cuh"
 #include "rorqual/launch.h"
+#include "rorqual/launch_kernel.cuh"
 
 namespace rorqual {
 namespace {

@@ -253,13 +253,11 @@ class Bench:
         options: list[dict[str, Any]] = [{}]
         options += [{"deterministic": True, "max_kv_len": context, "split_blocks": n} for n in (16, 32, 64)]
         if self.variants and q_len == 1:
-            kernels = (1, 2) if num_heads == 16 else (3,)
-            options += [{"kernel": k, "prefetch_blocks": n} for k in kernels for n in (0, 4)]
-            options += [{"prefetch_blocks": n} for n in (0, 2, 8)]
-            options += [{"min_units": n} for n in ((2, 3, 4, 6, 8) if batch == 1 else ())]
-            options += [{"overhead_blocks": n} for n in ((1, 3, 4, 6) if batch > 1 else ())]
+            options += [{"kernel": k} for k in ((1, 2) if num_heads == 16 else ())]
+            options += [{"min_units": n} for n in ((0, 2, 3, 4, 6) if batch == 1 else ())]
+            options += [{"overhead_blocks": n} for n in ((1, 2, 3, 6) if batch > 1 else ())]
         elif self.variants:
-            options += [{"kernel": k} for k in range(4)]
+            options += [{"kernel": k} for k in range(len(mla.TILE_ROWS))]
         for option in options:
             workspace = mla.make_workspace(self.device, max_batch=batch, num_heads=num_heads, max_q_len=q_len, **option)
             mla.plan_decode(workspace, kv_lens, q_starts)
@@ -380,7 +378,7 @@ def main() -> None:
             "nvcc": nvcc_version(),
         },
         "commit": args.commit or git_commit(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": "python benchmarks/kernels/bench.py" + (" --variants" if args.variants else ""),
         "ceilings": bench.ceilings(),
         "kernels": bench.rows,
     }

@@ -46,7 +46,7 @@ for part in $steps; do
     grep -E 'ERROR SUMMARY|=========.*(Barrier|Divergent)|passed|failed' "$out/synccheck.log" | cut -c1-200 | sort | uniq -c | sort -rn | head
     ;;
   profile)
-    for shape in 16,1,4096,0 16,32,4096,0 16,128,8192,0 128,1,4096,2 128,128,8192,2 128,128,8192,3; do
+    for shape in 16,1,4096,0 16,32,4096,0 16,128,8192,0 128,1,4096,2 128,128,8192,2; do
       step "ncu-$shape" 40 ncu --clock-control none --set full -k regex:mla_ -s 3 -c 2 \
         python3 benchmarks/kernels/bench.py --once "$shape"
       grep -E 'Duration|DRAM Throughput|L2 Cache Throughput|L1/TEX Hit|Mem Pipes|Executed Ipc|Stall|stall|Tensor|Shared|Bank' \

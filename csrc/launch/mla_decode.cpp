@@ -27,7 +27,7 @@ extern "C" int64_t rorqual_mla_plan_words(int32_t num_parts, int32_t batch) {
 }
 
 extern "C" int32_t rorqual_mla_tile_rows(int32_t kernel) {
-  return kernel < 0 || kernel > 3 ? 0 : rorqual::mla_tile_rows(static_cast<rorqual::MlaDecodeKernel>(kernel));
+  return kernel < 0 || kernel > 2 ? 0 : rorqual::mla_tile_rows(static_cast<rorqual::MlaDecodeKernel>(kernel));
 }
 
 extern "C" int rorqual_mla_plan(const RorqualMlaPlan* a, void* stream) {
@@ -64,16 +64,14 @@ extern "C" int rorqual_mla_decode(const RorqualMlaDecode* a, void* stream) {
                   "mla_decode: num_heads must be in [1, 128], got " + std::to_string(a->num_heads));
   RORQUAL_REQUIRE(a->max_q_len >= 1 && a->max_q_len <= 8,
                   "mla_decode: max_q_len must be in [1, 8], got " + std::to_string(a->max_q_len));
-  RORQUAL_REQUIRE(a->kernel >= 0 && a->kernel <= 3,
-                  "mla_decode: kernel must be in [0, 3], got " + std::to_string(a->kernel));
+  RORQUAL_REQUIRE(a->kernel >= 0 && a->kernel <= 2,
+                  "mla_decode: kernel must be in [0, 2], got " + std::to_string(a->kernel));
   RORQUAL_REQUIRE(a->num_parts >= 1 && a->num_parts <= 65535,
                   "mla_decode: num_parts must be in [1, 65535], got " + std::to_string(a->num_parts));
   RORQUAL_REQUIRE(a->softmax_scale > 0.f,
                   "mla_decode: softmax_scale must be > 0, got " + std::to_string(a->softmax_scale));
   RORQUAL_REQUIRE(a->split_blocks >= 0 && a->split_blocks % 2 == 0,
                   "mla_decode: split_blocks must be even and >= 0, got " + std::to_string(a->split_blocks));
-  RORQUAL_REQUIRE(a->prefetch_blocks >= 0 && a->prefetch_blocks % 2 == 0,
-                  "mla_decode: prefetch_blocks must be even and >= 0, got " + std::to_string(a->prefetch_blocks));
   if (a->batch == 0) return 0;
   RORQUAL_REQUIRE(a->q_latent && a->q_pe && a->cache && a->out && a->block_tables && a->kv_lens && a->q_starts &&
                       a->plan && a->partial_out && a->partial_lse,
@@ -125,8 +123,6 @@ extern "C" int rorqual_mla_decode(const RorqualMlaDecode* a, void* stream) {
   p.num_parts = a->num_parts;
   p.partial_tile_rows = rorqual::mla_tile_rows(kernel);
   p.num_tiles = (a->num_heads * a->max_q_len + p.partial_tile_rows - 1) / p.partial_tile_rows;
-  p.share_blocks = kernel == rorqual::MlaDecodeKernel::kWide64Shared;
-  p.prefetch_blocks = a->prefetch_blocks;
   p.split_blocks = a->split_blocks;
   p.split_capacity = a->split_capacity;
   p.scale_log2 = a->softmax_scale * rorqual::kLog2E;

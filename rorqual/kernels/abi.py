@@ -44,7 +44,7 @@ class MlaDecodeArgs(ctypes.Structure):
         ptr="q_latent q_pe cache out lse block_tables kv_lens q_starts plan partial_out partial_lse",
         i64="q_latent_token_stride q_latent_head_stride q_pe_token_stride q_pe_head_stride "
         "out_token_stride out_head_stride block_table_stride cache_block_stride num_blocks",
-        i32="batch num_heads max_q_len num_parts split_blocks split_capacity kernel prefetch_blocks",
+        i32="batch num_heads max_q_len num_parts split_blocks split_capacity kernel",
         f32="softmax_scale",
     )
 

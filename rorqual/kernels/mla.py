@@ -16,16 +16,15 @@ LATENT, ROPE = 512, 64
 WIDTH = LATENT + ROPE
 MAX_HEADS, MAX_QUERY_TOKENS, MAX_BATCH = 128, 8, 8192
 
-# Rows of (query token, head) that one tile of each kernel takes: narrow 16, narrow 32, wide 64, and wide 64 in pairs of
-# tiles that load together.
-TILE_ROWS = (16, 32, 64, 64)
-NARROW_16, NARROW_32, WIDE, WIDE_PAIRED = range(4)
+# Rows of (query token, head) that one tile of each kernel takes.
+TILE_ROWS = (16, 32, 64)
+NARROW_16, NARROW_32, WIDE = range(3)
 # What starting a sequence costs a CTA, in blocks of 64 tokens: its query, first loads, and output.
-OVERHEAD_BLOCKS = 2
-# How many blocks ahead of its loads a CTA brings into L2; even.
-PREFETCH_BLOCKS = 4
-# Blocks a split of a deterministic run holds, by default: 4,096 tokens.
-DETERMINISTIC_SPLIT_BLOCKS = 64
+OVERHEAD_BLOCKS = 4
+# The least blocks a part has, by kernel: more parts make the attention shorter and the combination longer.
+MIN_UNITS = (2, 2, 4)
+# Blocks a split of a deterministic run holds, by default: 1,024 tokens.
+DETERMINISTIC_SPLIT_BLOCKS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,6 @@ class DecodeWorkspace:
     split_blocks: int
     min_units: int
     overhead_blocks: int
-    prefetch_blocks: int
     split_capacity: int
     plan: torch.Tensor  # int32
     partial_out: torch.Tensor  # float32 [split_capacity, rows, 512]
@@ -73,16 +71,15 @@ def make_workspace(
     split_blocks: int | None = None,
     kernel: int | None = None,
     num_parts: int | None = None,
-    min_units: int = 0,
+    min_units: int | None = None,
     overhead_blocks: int = OVERHEAD_BLOCKS,
-    prefetch_blocks: int = PREFETCH_BLOCKS,
 ) -> DecodeWorkspace:
     """Allocate a workspace on `device`.
 
     `max_kv_len` (tokens) is needed with `deterministic`: the workspace then holds every split of max_batch
-    sequences of that length. `split_blocks` (even) defaults to 64, `num_parts` to the number of CTAs of a tile that
+    sequences of that length. `split_blocks` (even) defaults to 16, `num_parts` to the number of CTAs of a tile that
     the device holds at once; `kernel`,
-    `min_units` (least blocks a part), `overhead_blocks` and `prefetch_blocks` are for benchmarks.
+    `min_units` (least blocks a part) and `overhead_blocks` are for benchmarks.
     """
     for name, value, largest in (
         ("max_batch", max_batch, MAX_BATCH),
@@ -120,9 +117,8 @@ def make_workspace(
         kernel=kernel,
         num_parts=num_parts,
         split_blocks=split_blocks,
-        min_units=min_units,
+        min_units=0 if deterministic else MIN_UNITS[kernel] if min_units is None else min_units,
         overhead_blocks=0 if deterministic else overhead_blocks,
-        prefetch_blocks=prefetch_blocks,
         split_capacity=split_capacity,
         plan=torch.zeros(plan_words, dtype=torch.int32, device=device),
         partial_out=torch.empty((split_capacity, rows, LATENT), dtype=torch.float32, device=device),
@@ -155,8 +151,8 @@ def plan_decode(
         num_parts=workspace.num_parts,
         split_blocks=workspace.split_blocks,
         min_units=workspace.min_units,
-        # The wide kernels take blocks in pairs; a lone one costs as much.
-        unit_step=2 if workspace.kernel >= WIDE and not workspace.split_blocks else 1,
+        # The wide kernel takes blocks in pairs; a lone one costs as much.
+        unit_step=2 if workspace.kernel == WIDE and not workspace.split_blocks else 1,
         overhead_blocks=workspace.overhead_blocks,
         split_capacity=workspace.split_capacity,
     )
@@ -241,7 +237,6 @@ def mla_decode(
         split_blocks=workspace.split_blocks,
         split_capacity=workspace.split_capacity,
         kernel=workspace.kernel,
-        prefetch_blocks=workspace.prefetch_blocks,
         softmax_scale=softmax_scale,
     )
     library.call("rorqual_mla_decode", args, current_stream(device))

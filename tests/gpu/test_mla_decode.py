@@ -189,6 +189,15 @@ def test_any_cut(device: torch.device, library: KernelLibrary, kernel: int, num_
     assert_matches(case.run(workspace, library), case.reference())
 
 
+@pytest.mark.parametrize("num_heads", [4, 16, 64])
+@pytest.mark.parametrize("num_parts", [10, 40])
+def test_many_splits(device: torch.device, library: KernelLibrary, num_parts: int, num_heads: int) -> None:
+    """The combination takes another form for many splits, and yet another for many splits of few rows."""
+    case = make_case(device, [2600], num_heads)
+    workspace = make_workspace(device, max_batch=1, num_heads=num_heads, num_parts=num_parts, min_units=1)
+    assert_matches(case.run(workspace, library), case.reference())
+
+
 @pytest.mark.parametrize("num_heads", [16, 128])
 def test_one_token_is_its_value_bit_for_bit(device: torch.device, library: KernelLibrary, num_heads: int) -> None:
     case = make_case(device, [1, 1, 1], num_heads)

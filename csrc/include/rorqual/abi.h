@@ -64,7 +64,7 @@ typedef struct {
 int64_t rorqual_mla_plan_words(int32_t num_parts, int32_t batch);
 int rorqual_mla_plan(const RorqualMlaPlan* args, void* stream);
 
-/* kernel: 0 tiles of 16 (query token, head) rows, 1 of 32, 2 of 64, 3 of 64 with pairs of tiles that share loads. */
+/* kernel: 0 tiles of 16 (query token, head) rows, 1 of 32, 2 of 64. */
 int32_t rorqual_mla_tile_rows(int32_t kernel);
 
 typedef struct {
@@ -82,7 +82,6 @@ typedef struct {
   int64_t q_latent_token_stride, q_latent_head_stride, q_pe_token_stride, q_pe_head_stride;
   int64_t out_token_stride, out_head_stride, block_table_stride, cache_block_stride, num_blocks;
   int32_t batch, num_heads, max_q_len, num_parts, split_blocks, split_capacity, kernel;
-  int32_t prefetch_blocks;  /* blocks brought into L2 ahead of their loads; even */
   float softmax_scale;
 } RorqualMlaDecode;
 int rorqual_mla_decode(const RorqualMlaDecode* args, void* stream);

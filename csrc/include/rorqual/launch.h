@@ -55,7 +55,7 @@ struct MlaPlanParams {
 };
 cudaError_t launch_mla_plan(const MlaPlanParams& p, cudaStream_t stream);
 
-enum class MlaDecodeKernel : int { kNarrow16 = 0, kNarrow32 = 1, kWide64 = 2, kWide64Shared = 3 };
+enum class MlaDecodeKernel : int { kNarrow16 = 0, kNarrow32 = 1, kWide64 = 2 };
 
 struct MlaDecodeParams {
   CUtensorMap cache_map;
@@ -73,8 +73,6 @@ struct MlaDecodeParams {
   int64_t out_token_stride, out_head_stride, block_table_stride;
   int batch, num_heads, max_q_len, num_parts, num_tiles, split_blocks, split_capacity;
   int partial_tile_rows;  // mla_tile_rows of the kernel
-  int prefetch_blocks;    // how far ahead of its loads a CTA brings blocks into L2
-  bool share_blocks;      // wide: neighbouring tiles fetch their blocks together, if their number is even
   float scale_log2;  // softmax scale * log2(e)
 };
 // The attention kernel of the choice, then the combination of split sequences.

@@ -2,7 +2,6 @@
 #pragma once
 #include "rorqual/device.cuh"
 #include "rorqual/launch.h"
-#include "rorqual/tma.cuh"
 
 namespace rorqual {
 
@@ -125,15 +124,6 @@ __device__ __forceinline__ void load_query(char* q_smem, const MlaDecodeParams& 
     }
     char* chunk = q_smem + v / kVecsPerRow * (kRows * Mla::kChunkRowBytes);
     *reinterpret_cast<uint4*>(chunk + r * Mla::kChunkRowBytes + ((v % kVecsPerRow) ^ (r % 8)) * 16) = value;
-  }
-}
-
-// Brings the segment's blocks [begin, end) into L2; a lane takes a chunk.
-__device__ __forceinline__ void prefetch_blocks(const MlaDecodeParams& p, const Segment& s, const int* table, int begin,
-                                                int end, int lane) {
-  for (int block = begin; block < min(end, s.end); ++block) {
-    const int id = table[block];
-    if (lane < Mla::kChunks) tma_prefetch_3d(&p.cache_map, lane * Mla::kChunkCols, 0, id);
   }
 }
 
