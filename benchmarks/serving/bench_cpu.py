@@ -105,10 +105,14 @@ def stack(model: Path, *flags: str) -> Iterator[tuple[str, float, psutil.Process
 async def stream_one(client: httpx.AsyncClient, url: str, prompt: str, new_tokens: int) -> tuple[int, float]:
     """Stream one completion; returns its token count and seconds to the first chunk."""
     body = {
-        "model": "bench", "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True,
-        "stream": True, "stream_options": {"include_usage": True},
-    }  # fmt: skip
-    body.pop("model")
+        "prompt": prompt,
+        "max_tokens": new_tokens,
+        "temperature": 0,
+        "repetition_penalty": 1.0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     start, first, tokens = time.perf_counter(), 0.0, 0
     async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
         if response.status_code != 200:
@@ -148,7 +152,7 @@ torch.set_num_threads(2)
 tok = AutoTokenizer.from_pretrained(path, padding_side="left")
 model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
 model.generation_config.do_sample = False
-for name in ("temperature", "top_p", "top_k", "min_p"): setattr(model.generation_config, name, None)
+for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"): setattr(model.generation_config, name, None)
 print(json.dumps("ready"), flush=True)
 for line in sys.stdin:
     job = json.loads(line)
