@@ -296,7 +296,8 @@ class SchedulerCore:
             seq.prompt_logprobs_delivered = True
         seq.prompt_logprobs = []
         if seq.scores_prompt_only:
-            self._events.append(StreamTokens(seq.stream_id, b"", None, of_prompt))
+            if of_prompt is not None:  # a prompt of one token has none
+                self._events.append(StreamTokens(seq.stream_id, b"", None, of_prompt))
         else:
             self._events.append(StreamTokens(seq.stream_id, new, logprobs or None, of_prompt))
 
@@ -400,7 +401,7 @@ class SchedulerCore:
     def _outgrown(self, seq: Sequence, model: ModelSpec, num_blocks: int) -> None:
         """The queue's head was accepted when a larger executor was there."""
         bound = total_tokens_bound(seq.request, model, num_blocks)
-        if seq.request.max_tokens is None and seq.num_tokens < bound:
+        if seq.request.max_tokens is None and seq.num_tokens < bound and blocks_for(bound - 1) <= num_blocks:
             seq.max_total, seq.max_blocks = bound, blocks_for(bound - 1)  # its end was ours to choose
         elif seq.was_parked:
             self._fail(seq, capacity_error(seq.request, seq.max_total, num_blocks))
@@ -429,7 +430,7 @@ class SchedulerCore:
         request = seq.request
         num_cached = min(seq.num_computed, request.num_prompt_tokens)
         self._events.append(StreamAdmitted(seq.stream_id, seq.seq_id, seq.num_computed))
-        seq.is_new = False
+        seq.is_new = seq.was_parked = False
         if seq.started:
             return
         seq.started = True

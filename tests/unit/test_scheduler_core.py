@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rorqual.core.blocks import BLOCK_SIZE
 from rorqual.core.errors import (
     CapacityError,
     DeadlineExceededError,
@@ -21,8 +22,8 @@ from rorqual.v1 import common_pb2, executor_pb2, generation_pb2
 from services.scheduler.core import CoreConfig
 from services.scheduler.events import ExecutorConnected
 from services.scheduler.orders import Admit, Drop, Extend, Label, Order, Prefill
-from services.scheduler.stream_events import FinishReason
-from services.scheduler.wire import spec_from_hello
+from services.scheduler.stream_events import FinishReason, StreamFinished, StreamTokens
+from services.scheduler.wire import reported_from_proto, spec_from_hello
 from tests.support.sim_executor import SimConfig, SimExecutor
 from tests.support.sim_world import Client, Link, World
 
@@ -478,6 +479,46 @@ def test_a_larger_executor_left() -> None:
     world.connect(sim)
     world.run_to_end()
     assert len(fixed.tokens) == 1000
+
+
+def test_a_prompt_too_long_for_the_executors_that_are_left_waits_for_a_larger_one() -> None:
+    world, large = make_world(num_blocks=50, executor_id="large")
+    small = world.connect(make_sim(num_blocks=5, executor_id="small"))
+    client = world.open(make_proto(1000, max_tokens=None))
+    turn(world, large)
+    sim = world.lose(large)
+    turn(world, small)
+    assert not client.ended
+    world.connect(sim)
+    world.run_to_end()
+    assert client.finish is FinishReason.LENGTH
+    assert len(client.tokens) == 50 * BLOCK_SIZE + 1 - 1000
+
+
+def test_a_larger_executor_may_leave_more_than_once() -> None:
+    world, large = make_world(num_blocks=50, executor_id="large")
+    world.connect(make_sim(num_blocks=5, executor_id="small"))
+    client = world.open(make_proto(100, max_tokens=1000))
+    for _ in range(3):
+        for _ in range(20):
+            turn(world, large)
+        sim = world.lose(large)
+        assert not client.ended
+        large = world.connect(sim)
+    world.run_to_end()
+    assert len(client.tokens) == 1000
+
+
+def test_scoring_a_prompt_of_one_token_brings_no_empty_delta() -> None:
+    world, link = make_world()
+    client = world.open(make_proto(1, max_tokens=0, sampling={"prompt_logprobs": 0}))
+    orders(world, link)
+    world.step(link)
+    report = link.sim.report()
+    assert report is not None
+    events = world.core.handle(reported_from_proto(link.link_id, report), 0.0).events
+    assert [event.stream_id for event in events if isinstance(event, StreamFinished)] == [client.stream_id]
+    assert not [event for event in events if isinstance(event, StreamTokens)]
 
 
 def test_a_mixed_batch_with_drafts_never_pauses() -> None:
