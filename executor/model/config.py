@@ -17,6 +17,7 @@ ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
+MAX_EXPERTS = 1_000_000  # in all layers; DeepSeek-V3 has 15,000
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
@@ -127,7 +128,7 @@ def parse_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
     """
     reader = _Reader(raw, source)
     model_type = reader.string("model_type", "")
-    architectures = raw.get("architectures") or []
+    architectures = reader.array("architectures")
     if model_type not in ARCHITECTURES:
         raise CheckpointError(
             f"{source}: model_type {model_type!r} (architectures {architectures}) is not supported; "
@@ -197,7 +198,9 @@ def parse_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
         rope_interleave=reader.boolean("rope_interleave", True),
         attention_bias=reader.boolean("attention_bias", False),
         tie_word_embeddings=reader.boolean("tie_word_embeddings", False),
-        num_mtp_layers=_first_integer(raw, ("num_nextn_predict_layers", "num_mtp_layers"), 0),
+        num_mtp_layers=reader.optional_integer("num_nextn_predict_layers")
+        or reader.optional_integer("num_mtp_layers")
+        or 0,
         checkpoint_dtype=_parse_dtype(raw, source),
         fp8_block_size=_parse_quantization(raw, source),
     )
@@ -214,7 +217,7 @@ def load_config(path: str | Path) -> ModelConfig:
         raise CheckpointError(
             f"{file}: no such file; a checkpoint is a folder with config.json and *.safetensors."
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: cannot be read as JSON ({error}); download it again.") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{file}: holds {type(raw).__name__}, not an object; download it again.")
@@ -262,6 +265,18 @@ class _Reader:
             raise self._fail(key, "true or false")
         return value
 
+    def array(self, key: str) -> list[Any]:
+        value = self.raw.get(key)
+        if value is not None and not isinstance(value, list):
+            raise self._fail(key, "a list")
+        return value or []
+
+    def object(self, key: str) -> dict[str, Any]:
+        value = self.raw.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self._fail(key, "an object")
+        return value or {}
+
     def string(self, key: str, default: str) -> str:
         value = self.raw.get(key)
         if value is None:
@@ -269,13 +284,6 @@ class _Reader:
         if not isinstance(value, str):
             raise self._fail(key, "a string")
         return value
-
-
-def _first_integer(raw: Mapping[str, Any], keys: tuple[str, ...], default: int) -> int:
-    for key in keys:
-        if isinstance(raw.get(key), int):
-            return int(raw[key])
-    return default
 
 
 def _parse_dtype(raw: Mapping[str, Any], source: str) -> torch.dtype:
@@ -287,11 +295,13 @@ def _parse_dtype(raw: Mapping[str, Any], source: str) -> torch.dtype:
 
 
 def _parse_rope(raw: Mapping[str, Any], source: str) -> RopeConfig:
-    parameters = dict(raw.get("rope_scaling") or {})
-    parameters.update(raw.get("rope_parameters") or {})
+    top = _Reader(raw, source)
+    parameters = {**top.object("rope_scaling"), **top.object("rope_parameters")}
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
     reader = _Reader(parameters, f"{source}: rope")
-    theta = reader.number("rope_theta", _Reader(raw, source).number("rope_theta", 10000.0))
+    theta = reader.number("rope_theta", top.number("rope_theta", 10000.0))
+    if theta <= 1.0:
+        raise CheckpointError(f"{source}: rope_theta {theta} is not above 1; published models have 10000 and more.")
     if rope_type == "default":
         return RopeConfig(rope_type="default", theta=theta)
     if rope_type != "yarn":
@@ -304,7 +314,7 @@ def _parse_rope(raw: Mapping[str, Any], source: str) -> RopeConfig:
             f"{source}: rope of type 'yarn' needs original_max_position_embeddings, the length trained before scaling."
         )
     if parameters.get("factor") is None:
-        factor = _Reader(raw, source).integer("max_position_embeddings") / original
+        factor = top.integer("max_position_embeddings") / original
     else:
         factor = reader.number("factor", 1.0)
     if factor <= 0:
@@ -328,8 +338,8 @@ def _parse_rope(raw: Mapping[str, Any], source: str) -> RopeConfig:
 
 
 def _parse_quantization(raw: Mapping[str, Any], source: str) -> tuple[int, int] | None:
-    quantization = raw.get("quantization_config")
-    if quantization is None:
+    quantization = _Reader(raw, source).object("quantization_config")
+    if not quantization:
         return None
     method = quantization.get("quant_method")
     block = quantization.get("weight_block_size")
@@ -351,8 +361,16 @@ def _check(config: ModelConfig, source: str) -> None:
 
     if config.qk_rope_head_dim % 2:
         refuse(f"qk_rope_head_dim {config.qk_rope_head_dim} is odd; rope turns pairs.")
-    if config.num_mtp_layers < 0 or config.q_lora_rank == 0:
-        refuse("q_lora_rank and num_nextn_predict_layers must not be negative or zero rank; use null for none.")
+    if config.q_lora_rank == 0:
+        refuse("q_lora_rank must not be 0; use null for none.")
+    if config.rms_norm_eps <= 0.0:
+        refuse(f"rms_norm_eps {config.rms_norm_eps} is not positive.")
+    num_layers = config.num_hidden_layers + config.num_mtp_layers
+    if num_layers * max(1, config.n_routed_experts) > MAX_EXPERTS:
+        refuse(
+            f"{num_layers} layers (num_hidden_layers, num_nextn_predict_layers) of {config.n_routed_experts} experts "
+            f"(n_routed_experts) are more than the {MAX_EXPERTS} in all that any model has; correct these."
+        )
     if any(config.is_moe_layer(i) for i in range(config.num_hidden_layers + config.num_mtp_layers)):
         if config.moe_intermediate_size < 1 or config.num_experts_per_tok < 1:
             refuse("moe_intermediate_size and num_experts_per_tok must be positive where layers have experts.")

@@ -93,7 +93,7 @@ class CheckpointFiles:
     def _read_sharded(self, index: Path) -> None:
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(
                 f"{index}: is not an index with a weight_map ({error!r}); download it again."
             ) from error
@@ -140,8 +140,10 @@ class CheckpointFiles:
             header = json.loads(raw)
         except OSError as error:
             raise CheckpointError(f"{file}: cannot be read ({error}).") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{file}: the header is not JSON ({error}); {again}") from error
+        if not isinstance(header, dict):
+            raise CheckpointError(f"{file}: the header holds {type(header).__name__}, not an object; {again}")
         data_bytes = size - 8 - length
         tensors: dict[str, TensorInfo] = {}
         end_of_data = 0
@@ -179,14 +181,18 @@ def check_tokenizer(path: Path, vocab_size: int) -> None:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: cannot be read as JSON ({error}); download it again.") from error
     ids: dict[str, int] = {}
-    vocab = raw.get("model", {}).get("vocab", {})
-    if isinstance(vocab, dict):
-        ids.update(vocab)
-    for token in raw.get("added_tokens", []):
-        ids[token["content"]] = token["id"]
+    try:
+        vocab = raw["model"]["vocab"]
+        if isinstance(vocab, dict):
+            ids.update({token: int(token_id) for token, token_id in vocab.items()})
+        ids.update({token["content"]: int(token["id"]) for token in raw.get("added_tokens") or ()})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{file}: is no tokenizer with a model.vocab and added_tokens ({error!r}); download it again."
+        ) from error
     if not ids:
         return
     token, largest = max(ids.items(), key=lambda item: item[1])

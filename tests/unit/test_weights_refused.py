@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,18 @@ def test_header_is_no_json(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert SHARD in refusal(sharded, monkeypatch)
 
 
+@pytest.mark.parametrize("header", [b"[1]", b"[" * 100_000], ids=["a list", "too deep"])
+def test_header_is_no_object(header: bytes, sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (sharded / SHARD).write_bytes(struct.pack("<Q", len(header)) + header)
+    assert SHARD in refusal(sharded, monkeypatch)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"weight_map": [1]}', "[" * 100_000], ids=range(4))
+def test_index_is_none(content: str, sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (sharded / INDEX).write_text(content)
+    assert INDEX in refusal(sharded, monkeypatch)
+
+
 def test_wrong_shape(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = a_tensor_of(sharded, SHARD)
 
@@ -172,6 +185,25 @@ def test_tokenizer_larger_than_the_embedding(sharded: Path, monkeypatch: pytest.
     assert "embed_tokens" in text
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[" * 100_000,
+        "[]",
+        '{"model": null}',
+        '{"model": {"vocab": {"a": "first"}}}',
+        '{"model": {"vocab": {}}, "added_tokens": ["a"]}',
+    ],
+    ids=range(6),
+)
+def test_tokenizer_is_none(content: str, sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (sharded / "tokenizer.json").write_text(content)
+    text = refusal(sharded, monkeypatch)
+    assert "tokenizer.json" in text
+    assert "download it again" in text
+
+
 def test_tokenizer_that_fits(sharded: Path) -> None:
     (sharded / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 210}}}))
     load_model(sharded, dtype=torch.float32)
@@ -195,6 +227,14 @@ def test_tokenizer_that_fits(sharded: Path) -> None:
         ({"hidden_size": None}, ["hidden_size"]),
         ({"kv_lora_rank": "many"}, ["kv_lora_rank", "many"]),
         ({"num_key_value_heads": 1}, ["num_key_value_heads"]),
+        ({"architectures": 5}, ["architectures", "a list"]),
+        ({"quantization_config": "fp8"}, ["quantization_config", "an object"]),
+        ({"rope_scaling": "yarn"}, ["rope_scaling", "an object"]),
+        ({"rope_theta": 1}, ["rope_theta"]),
+        ({"rms_norm_eps": 0}, ["rms_norm_eps"]),
+        ({"num_hidden_layers": 10**8}, ["num_hidden_layers"]),
+        ({"n_routed_experts": 10**8}, ["n_routed_experts"]),
+        ({"num_nextn_predict_layers": -1}, ["num_nextn_predict_layers"]),
     ],
 )
 def test_config(change: dict[str, Any], words: list[str], sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +245,7 @@ def test_config(change: dict[str, Any], words: list[str], sharded: Path, monkeyp
         assert word in text
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]"])
+@pytest.mark.parametrize("content", ["", "{", "[]", "[" * 100_000], ids=range(4))
 def test_config_is_no_object(content: str, sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (sharded / "config.json").write_text(content)
     assert "config.json" in refusal(sharded, monkeypatch)
