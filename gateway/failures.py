@@ -80,7 +80,7 @@ def failure_of(error: BaseException) -> Failure:
                 row.status,
                 error.message,
                 row.type,
-                error.field or None,
+                error.field.removeprefix("sampling.") or None,  # OpenAI's bodies have those fields at their top
                 _CODES.get(error.reason) or error.reason.lower(),
                 {"retry-after": str(RETRY_AFTER_S)} if row.retry else {},
             )

@@ -176,9 +176,11 @@ class TextEngine:
             self._watch.check_vocabulary()
             check_options(options, vocab_size=self._vocab_size, allow_no_tokens=not is_chat)
             _check_resume(options)
+            if isinstance(request, text_pb2.ChatRequest):
+                _check_tools(request)
             time_unix_s = options.resume.template_time_unix_s if options.HasField("resume") else self.now_unix_s()
             prompt = await self.in_pool(lambda: self._prepare(request, time_unix_s, span))
-            self._check_prompt(prompt, options)
+            self._check_prompt(prompt, options, field="messages" if is_chat else "prompt")
             if not (isinstance(request, text_pb2.CompleteRequest) and request.echo):
                 prompt = replace(prompt, text="")  # may be megabytes, and is not needed any more
             run = TextRun(
@@ -213,7 +215,7 @@ class TextEngine:
         self._render_seconds.observe(time.perf_counter() - began_s)
         return prompt
 
-    def _check_prompt(self, prompt: Prompt, options: text_pb2.TextOptions) -> None:
+    def _check_prompt(self, prompt: Prompt, options: text_pb2.TextOptions, *, field: str) -> None:
         self.check_ids("prompt", unpack_token_ids(prompt.packed_ids))
         if options.HasField("resume"):
             resume = options.resume
@@ -232,7 +234,7 @@ class TextEngine:
         if limit and prompt.num_tokens + wanted > limit:
             raise PromptTooLongError(
                 f"the prompt has {prompt.num_tokens} tokens; the model takes {limit} with the generated ones: shorten it",
-                field="messages",
+                field=field,
                 metadata={"num_prompt_tokens": str(prompt.num_tokens), "max_model_len": str(limit)},
             )
 
@@ -329,6 +331,17 @@ class TextEngine:
             elif stats.cancelled:
                 span.set_status(Status(StatusCode.ERROR, "CANCELLED"))
         span.end()
+
+
+def _check_tools(request: text_pb2.ChatRequest) -> None:
+    """UNSUPPORTED_TOOLS: without a parser a call would come back as content, and the caller would take it for an answer."""
+    if request.tools:
+        raise InvalidRequestError(
+            "tools: calls of functions are not read from this model's text here yet; leave tools out, or forbid them "
+            "(OpenAI's tool_choice: 'none')",
+            reason="UNSUPPORTED_TOOLS",
+            field="tools",
+        )
 
 
 def _check_resume(options: text_pb2.TextOptions) -> None:

@@ -72,7 +72,7 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
     """TOKEN_OUT_OF_RANGE where an id is not below `vocab_size`."""
     if token_ids and (highest := max(token_ids)) >= vocab_size:
         raise InvalidRequestError(
-            f"{field} holds token {highest}; the vocabulary has ids below {vocab_size}",
+            f"{field.removeprefix('sampling.')} holds token {highest}; the vocabulary has ids below {vocab_size}",
             reason="TOKEN_OUT_OF_RANGE",
             field=field,
             metadata={"token_id": str(highest), "vocab_size": str(vocab_size)},

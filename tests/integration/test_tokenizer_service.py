@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -166,7 +167,8 @@ async def test_a_chat_from_first_event_to_usage() -> None:
     assert (sent.max_tokens, sent.attempt, sent.choice_index, sent.HasField("resume")) == (50, 0, 0, False)
     assert sent.sampling.seed == heard.accepted.seed
     assert list(sent.sampling.stop_token_ids) == [EOS]
-    assert sent.sampling.temperature == pytest.approx(0.6)  # generation_config.json
+    defaults = json.loads((TINY_FOLDER / "generation_config.json").read_text())
+    assert sent.sampling.temperature == pytest.approx(defaults["temperature"])
 
 
 @pytest.mark.parametrize(
@@ -462,11 +464,22 @@ async def test_refusals_name_the_field() -> None:
                 "prompt",
             ),
             (stub.Complete(text_pb2.CompleteRequest(token_ids=b"")), "EMPTY_PROMPT", "prompt"),
+            (stub.Complete(text_pb2.CompleteRequest(text="word " * 5000)), "PROMPT_TOO_LONG", "prompt"),
         ):
             error = await failure(call)
             assert (error.reason, error.field) == (reason, where)
         assert not stack.scheduler.seen.opened
         assert {"num_prompt_tokens", "max_model_len"} <= set((await failure(stub.Chat(chat("word " * 5000)))).metadata)
+
+
+async def test_tools_are_rendered_but_a_chat_with_them_is_refused_while_calls_are_not_parsed() -> None:
+    request = chat()
+    request.tools.add(name="f", parameters_json="{}")
+    async with serving(lambda request: steps([EOS])) as stack:
+        error = await failure(stack.stub.Chat(request))
+        assert (error.reason, error.field) == ("UNSUPPORTED_TOOLS", "tools")
+        assert not stack.scheduler.seen.opened
+        assert (await stack.stub.RenderChat(text_pb2.RenderChatRequest(chat=request))).text
 
 
 async def test_an_error_of_the_scheduler_reaches_the_caller() -> None:

@@ -44,6 +44,14 @@ def test_status_and_code(error: errors.RorqualError, status: int, code: str) -> 
     assert ("retry-after" in failure.headers) == (status in (429, 503))
 
 
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [("sampling.logit_bias", "logit_bias"), ("messages[0].content", "messages[0].content"), ("", None)],
+)
+def test_param_is_the_field_of_the_http_body(field: str, param: str | None) -> None:
+    assert failure_of(errors.InvalidRequestError("x", field=field)).param == param
+
+
 @pytest.mark.parametrize("cls", ALL)
 def test_every_error_has_an_answer_in_openais_shape(cls: type[errors.RorqualError]) -> None:
     failure = failure_of(cls("what happened", field="somewhere"))
