@@ -1,0 +1,168 @@
+"""Measures the embedded model: does it stop, does it loop, are its quatrains quatrains, do its drafts hold.
+
+    python -m models.tiny.evaluate                      # through this project's own engine
+    python -m models.tiny.evaluate --backend torch      # plain torch, as while training
+
+Answers are sampled as generation_config.json says, seed 0, at most 300 tokens, to the 100 English and 50 Chinese
+prompts of eval-prompts.jsonl. Acceptance is over held-out documents, each position teacher-forced: the share of
+positions where the MTP layer's argmax is the main model's. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import scoring
+
+MODEL_FOLDER = Path(__file__).resolve().parent
+MAX_TOKENS = 300
+SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    text: str
+    chars_per_line: int | None  # of the quatrain that is asked for; None: an English prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    text: str
+    token_ids: list[int]  # with the end-of-sentence token if that ended it
+    stopped: bool  # ended by itself, before MAX_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    temperature: float
+    top_p: float
+
+    @classmethod
+    def read(cls, folder: Path) -> Sampling:
+        config = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+        return cls(config["temperature"], config["top_p"])
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [Prompt(row["prompt"], row.get("chars_per_line")) for row in rows]
+
+
+def answer_with_engine(folder: Path, prompts: Sequence[str], sampling: Sampling, seed: int) -> list[Answer]:
+    """One chat a prompt, through the whole stack."""
+    from rorqual import LLM, SamplingParams
+
+    llm = LLM(model=str(folder))
+    try:
+        params = SamplingParams(
+            temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=MAX_TOKENS, seed=seed
+        )
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        outputs = [output.outputs[0] for output in llm.chat(chats, params, use_tqdm=False)]
+    finally:
+        llm.close()
+    return [Answer(out.text, list(out.token_ids), out.finish_reason == "stop") for out in outputs]
+
+
+def answer_with_torch(
+    folder: Path, prompts: Sequence[str], sampling: Sampling | Sequence[Sampling], seed: int, device: str = "cpu"
+) -> list[Answer]:
+    """The same in plain torch, every prompt in one batch; `sampling` may differ from prompt to prompt."""
+    import torch
+    from tokenizers import Tokenizer
+
+    from .training.generate import generate
+    from .training.model import load_checkpoint
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    eos = json.loads((folder / "config.json").read_text(encoding="utf-8"))["eos_token_id"]
+    model = load_checkpoint(folder, device, torch.bfloat16 if device == "cuda" else torch.float32)
+    each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
+    asked = [tokenizer.encode(f"<｜User｜>{prompt}<｜Assistant｜>").ids for prompt in prompts]
+    temperatures, top_ps = [s.temperature for s in each], [s.top_p for s in each]
+    made = generate(model, asked, temperature=temperatures, top_p=top_ps, max_tokens=MAX_TOKENS, eos=eos, seed=seed)
+    return [Answer(tokenizer.decode(ids), ids, ids[-1] == eos) for ids in made]
+
+
+def acceptance(folder: Path, path: Path, device: str = "cpu", documents: int = 100) -> float:
+    """The MTP layer's share of agreeing argmaxes over the first `documents` of `path`, in float32."""
+    import torch
+    from tokenizers import Tokenizer
+
+    from .training.model import load_checkpoint
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model = load_checkpoint(folder, device)
+    rows = [json.loads(line)["messages"] for line in path.read_text(encoding="utf-8").splitlines()[:documents]]
+    chats = sorted((tokenizer.encode(chat_text(messages)).ids for messages in rows), key=len)
+    agreeing = counted = 0
+    for start in range(0, len(chats), 10):
+        batch = chats[start : start + 10]
+        tokens = torch.full((len(batch), len(batch[-1])), 0)  # what stands after a chat's end is not looked at
+        for row, ids in zip(tokens, batch, strict=True):
+            row[: len(ids)] = torch.tensor(ids)
+        tokens = tokens.to(device)
+        with torch.no_grad():
+            logits, draft, _, _ = model(tokens, torch.zeros_like(tokens))
+        for main_row, draft_row, ids in zip(logits.argmax(-1).tolist(), draft.argmax(-1).tolist(), batch, strict=True):
+            agree, count = scoring.agreement(main_row[: len(ids)], draft_row[: len(ids)])
+            agreeing, counted = agreeing + agree, counted + count
+    return scoring.share(agreeing, counted)
+
+
+def chat_text(messages: Sequence[dict[str, str]]) -> str:
+    """A finished chat as the template writes it, but for the BOS that the tokenizer adds."""
+    ends = {"user": ("<｜User｜>", "<｜Assistant｜>"), "assistant": ("", "<｜end▁of▁sentence｜>")}
+    return "".join(ends[m["role"]][0] + m["content"] + ends[m["role"]][1] for m in messages)
+
+
+def score(prompts: Sequence[Prompt], answers: Sequence[Answer]) -> dict[str, float]:
+    """english_stop and quatrain_form are shares, english_loops a number of answers."""
+    pairs = list(zip(prompts, answers, strict=True))
+    english = [answer for prompt, answer in pairs if prompt.chars_per_line is None]
+    formed = [scoring.is_quatrain(a.text, p.chars_per_line) for p, a in pairs if p.chars_per_line is not None]
+    return {
+        "english_stop": round(scoring.share(sum(a.stopped for a in english), len(english)), 4),
+        "english_loops": sum(scoring.loops(a.token_ids) for a in english),
+        "quatrain_form": round(scoring.share(sum(formed), len(formed)), 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Score the embedded model.")
+    parser.add_argument("--model", type=Path, default=MODEL_FOLDER)
+    parser.add_argument("--backend", choices=("engine", "torch"), default="engine")
+    parser.add_argument("--device", default="cpu", help="of the torch backend")
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--show", type=int, default=0, metavar="N", help="print every N-th answer")
+    parser.add_argument("--documents", type=int, default=100, help="held-out documents of each language")
+    args = parser.parse_args()
+
+    prompts = read_prompts(MODEL_FOLDER / "eval-prompts.jsonl")
+    sampling = Sampling.read(args.model)
+    backend: Callable[[Path, Sequence[str], Sampling, int], list[Answer]] = answer_with_engine
+    if args.backend == "torch":
+        backend = lambda *a: answer_with_torch(*a, device=args.device)  # noqa: E731
+    answers = backend(args.model, [prompt.text for prompt in prompts], sampling, args.seed)
+    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        bad = (
+            not answer.stopped
+            if prompt.chars_per_line is None
+            else not scoring.is_quatrain(answer.text, prompt.chars_per_line)
+        )
+        if bad or (args.show and number % args.show == 0):
+            print(f"{'!' if bad else ' '} {prompt.text}\n    " + answer.text.replace("\n", "\n    "))
+    scores = score(prompts, answers)
+    english = acceptance(args.model, MODEL_FOLDER / "held-out-en.jsonl", args.device, args.documents)
+    verse = acceptance(args.model, MODEL_FOLDER / "held-out-zh.jsonl", args.device, args.documents)
+    print(f"temperature {sampling.temperature}, top_p {sampling.top_p}, seed {args.seed}, backend {args.backend}")
+    print(f"quatrains' MTP acceptance {verse:.4f}")
+    print(json.dumps({**scores, "mtp_acceptance": round(english, 4)}))
+
+
+if __name__ == "__main__":
+    main()
