@@ -74,9 +74,10 @@ class StartProgress:
                     self._print(f"starting {event.name}")
             elif event.kind == "ready":
                 self._state[event.name] = "ready"
+                when = "again" if event.name in self._ready_s else f"after {self.elapsed_s:.1f} s"
                 self._ready_s.setdefault(event.name, self.elapsed_s)
                 if self._live is None and not self._quiet:
-                    self._print(f"{event.name} is ready after {self.elapsed_s:.1f} s")
+                    self._print(f"{event.name} is ready {when}")
             elif event.kind == "died":
                 self._print(f"[red]{event.name} died[/red]: {escape(event.text)}")
             elif event.kind == "log":

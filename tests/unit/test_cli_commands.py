@@ -177,11 +177,12 @@ def test_plain_progress_is_lines_and_errors_show(capsys: pytest.CaptureFixture[s
     progress.on_event(Event("log", "executor", "2026-01-01 12:00:00,000 ERROR   executor x: lost [red]it[/red]"))
     progress.on_event(Event("log", "executor", "2026-01-01 12:00:00,000 INFO    executor x: fine"))
     progress.on_event(Event("died", "executor", "signal SIGKILL"))
+    progress.on_event(Event("ready", "executor"))
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "starting executor"
     assert lines[1].startswith("executor is ready after ")
     assert lines[2].startswith("ready in ")
-    assert lines[3:] == ["executor lost [red]it[/red]", "executor died: signal SIGKILL"]
+    assert lines[3:] == ["executor lost [red]it[/red]", "executor died: signal SIGKILL", "executor is ready again"]
 
 
 def test_the_body_of_an_http_request_has_what_was_given() -> None:
