@@ -1,7 +1,7 @@
 """Measures the embedded model: does it stop, does it loop, are its quatrains quatrains, do its drafts hold.
 
-    python -m models.tiny.evaluate                      # through this project's own engine
-    python -m models.tiny.evaluate --backend torch      # plain torch, as while training
+    python models/tiny/evaluate.py                      # through this project's own engine
+    python models/tiny/evaluate.py --backend torch      # plain torch, as while training
 
 Answers are sampled as generation_config.json says, seed 0, at most 300 tokens, to the 100 English and 50 Chinese
 prompts of eval-prompts.jsonl. Acceptance is over held-out documents, each position teacher-forced: the share of
@@ -11,10 +11,17 @@ positions where the MTP layer's argmax is the main model's. The last line is one
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+if __package__ in (None, ""):  # run as a file: make the relative imports below work
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    importlib.import_module("models.tiny")
+    __package__ = "models.tiny"
 
 from . import scoring
 
@@ -144,10 +151,11 @@ def main() -> None:
 
     prompts = read_prompts(MODEL_FOLDER / "eval-prompts.jsonl")
     sampling = Sampling.read(args.model)
-    backend: Callable[[Path, Sequence[str], Sampling, int], list[Answer]] = answer_with_engine
+    texts = [prompt.text for prompt in prompts]
     if args.backend == "torch":
-        backend = lambda *a: answer_with_torch(*a, device=args.device)  # noqa: E731
-    answers = backend(args.model, [prompt.text for prompt in prompts], sampling, args.seed)
+        answers = answer_with_torch(args.model, texts, sampling, args.seed, args.device)
+    else:
+        answers = answer_with_engine(args.model, texts, sampling, args.seed)
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         bad = (
             not answer.stopped
