@@ -207,13 +207,26 @@ class TextEngine:
         if isinstance(request, text_pb2.ChatRequest):
             with self._tracer.start_as_current_span("tokenizer.render", context=context):
                 rendered = self.builder.render(request, time_unix_s=time_unix_s)
+            self._check_length(rendered.num_chars, field="messages")
             with self._tracer.start_as_current_span("tokenizer.encode", context=context):
                 prompt = self.builder.encode(rendered)
         else:
+            self._check_length(len(request.text), field="prompt")
             with self._tracer.start_as_current_span("tokenizer.encode", context=context):
                 prompt = self.builder.complete(request)
         self._render_seconds.observe(time.perf_counter() - began_s)
         return prompt
+
+    def _check_length(self, num_chars: int, *, field: str) -> None:
+        """PROMPT_TOO_LONG for a text that cannot fit, whatever it says: encoding megabytes takes a minute of a thread."""
+        limit, longest = self.max_model_len, self.vocabulary.longest_token_chars
+        if limit and longest and num_chars > limit * longest:
+            raise PromptTooLongError(
+                f"the prompt has {num_chars} characters, at least {num_chars // longest} tokens; the model takes "
+                f"{limit} with the generated ones: shorten it",
+                field=field,
+                metadata={"num_chars": str(num_chars), "max_model_len": str(limit)},
+            )
 
     def _check_prompt(self, prompt: Prompt, options: text_pb2.TextOptions, *, field: str) -> None:
         self.check_ids("prompt", unpack_token_ids(prompt.packed_ids))

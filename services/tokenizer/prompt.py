@@ -41,6 +41,12 @@ class Rendered:
     markers: Markers
     continued: bool  # it ends inside the assistant's message
 
+    @property
+    def num_chars(self) -> int:
+        """Characters without the markers, be they escaped as JSON."""
+        text = self.marked_text
+        return len(text) - sum(text.count(m) + 6 * text.count(f"\\u{ord(m):04x}") for m in self.markers.all)
+
 
 def make_prompt(text: str, token_ids: Sequence[int], start: Start) -> Prompt:
     packed = pack_token_ids(token_ids)

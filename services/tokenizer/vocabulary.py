@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 
 from tokenizers import Tokenizer
@@ -13,6 +14,12 @@ from .control_tokens import ControlTokens, Segment
 from .formats import is_hidden_in_chat
 from .formats.reasoning import CLOSE_SENTINEL, CLOSE_TAG, OPEN_SENTINEL, OPEN_TAG
 from .token_text import build_token_text
+
+
+def _keeps_text(checkpoint: TextCheckpoint) -> bool:
+    """Whether the tokenizer reads a text as it is: no normalizer, or one that does nothing."""
+    normalizer = json.loads(checkpoint.tokenizer_json).get("normalizer")
+    return normalizer is None or normalizer == {"type": "Sequence", "normalizers": []}
 
 
 class Vocabulary:
@@ -57,6 +64,9 @@ class Vocabulary:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.control_ids = frozenset(added)
         self._tokens = {token_id: token for token, token_id in vocab.items()}
+        rewrites = any(token.lstrip or token.rstrip for token in added.values()) or not _keeps_text(checkpoint)
+        self.longest_token_chars = None if rewrites else max(map(len, vocab))
+        """No token stands for more characters; None where the tokenizer drops or rewrites some before it counts."""
 
         self.bos_token = checkpoint.bos_token
         self.bos_id = self._named_id(checkpoint, "bos_token", checkpoint.bos_token)

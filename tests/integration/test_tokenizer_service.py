@@ -472,6 +472,25 @@ async def test_refusals_name_the_field() -> None:
         assert {"num_prompt_tokens", "max_model_len"} <= set((await failure(stub.Chat(chat("word " * 5000)))).metadata)
 
 
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(*_: object) -> None:
+        raise AssertionError("it was encoded")
+
+    for name in ("encode", "encode_prompt", "encode_segments"):
+        monkeypatch.setattr(f"services.tokenizer.vocabulary.Vocabulary.{name}", encode)
+    longest = tiny().longest_token_chars
+    assert longest is not None
+    text = " " * (4096 * longest + 1)
+    async with serving(lambda request: steps([EOS])) as stack:
+        for call, where in (
+            (stack.stub.Chat(chat(text)), "messages"),
+            (stack.stub.Complete(text_pb2.CompleteRequest(text=text)), "prompt"),
+        ):
+            error = await failure(call)
+            assert (error.reason, error.field) == ("PROMPT_TOO_LONG", where)
+            assert "num_chars" in error.metadata
+
+
 async def test_tools_are_rendered_but_a_chat_with_them_is_refused_while_calls_are_not_parsed() -> None:
     request = chat()
     request.tools.add(name="f", parameters_json="{}")

@@ -147,6 +147,17 @@ def control_counts(vocabulary: Vocabulary, token_ids: list[int]) -> list[int]:
     return [token_id for token_id in token_ids if token_id in vocabulary.control_ids]
 
 
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(["<", "｜", "User", ">", "｜>", BOS, "\\ufdd0", "日", " "])).map("".join))
+def test_a_rendering_counts_its_characters_without_markers_and_no_token_stands_for_more(text: str) -> None:
+    for prompts, vocabulary in ((TINY, tiny()), (V4, v4())):
+        rendered = prompts.render(chat([{"role": "user", "content": text}]), time_unix_s=0)
+        prompt = prompts.encode(rendered)
+        assert rendered.num_chars == len(prompt.text)
+        assert vocabulary.longest_token_chars is not None
+        assert prompt.num_tokens * vocabulary.longest_token_chars >= rendered.num_chars
+
+
 @pytest.mark.parametrize("which", ["tiny", "thinking"])
 def test_no_added_token_that_a_caller_spells_becomes_a_control_token(which: str) -> None:
     prompts, vocabulary = (TINY, tiny()) if which == "tiny" else (V4, v4())
