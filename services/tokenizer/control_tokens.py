@@ -16,32 +16,42 @@ _NONCHARACTERS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))  # never ass
 _PRIVATE_USE = tuple(chr(code) for code in range(0xE000, 0xE100))
 
 
+def _trie_pattern(texts: Iterable[str]) -> str:
+    """A pattern of all `texts`, the longest first, that reads their common beginnings once.
+
+    A caller may send megabytes of "<": no step of the search may be Python's, or as many as there are tokens.
+    """
+    root: dict[str, Any] = {}
+    for text in texts:
+        node = root
+        for char in text:
+            node = node.setdefault(char, {})
+        node[""] = {}  # a text ends here
+
+    def pattern(node: dict[str, Any]) -> str:
+        branches = "|".join(re.escape(char) + pattern(rest) for char, rest in node.items() if char)
+        if not branches:
+            return ""
+        return f"(?:{branches})?" if "" in node else f"(?:{branches})"
+
+    return pattern(root)
+
+
 class ControlTokens:
     """The added tokens of a vocabulary, to be found in a text: leftmost, then longest, as the tokenizer does."""
 
     def __init__(self, ids_by_text: Mapping[str, int]) -> None:
         self.ids = dict(ids_by_text)
-        lengths: dict[str, set[int]] = {}
-        for text in self.ids:
-            lengths.setdefault(text[0], set()).add(len(text))
-        self._lengths = {char: sorted(found, reverse=True) for char, found in lengths.items()}
-        self._begins = re.compile("[" + re.escape("".join(self._lengths)) + "]") if lengths else re.compile("(?!)")
+        firsts = "".join({text[0] for text in self.ids})
+        self._begins = re.compile(f"[{re.escape(firsts)}]") if firsts else re.compile("(?!)")
+        self._token = re.compile(_trie_pattern(self.ids) or "(?!)")
         self._prefixes = {text[:n] for text in self.ids for n in range(1, len(text))}
         self._suffixes = {text[n:] for text in self.ids for n in range(1, len(text))}
         self._longest = max(map(len, self.ids), default=0)
 
     def find(self, text: str) -> Iterator[tuple[int, int]]:
         """[start, end) of each control token in `text`, in order, not overlapping."""
-        position = 0
-        while match := self._begins.search(text, position):
-            start = match.start()
-            for length in self._lengths[text[start]]:
-                if text[start : start + length] in self.ids:
-                    yield start, start + length
-                    position = start + length
-                    break
-            else:
-                position = start + 1
+        return (match.span() for match in self._token.finditer(text))
 
     def ends_inside(self, text: str) -> bool:
         """Whether `text` ends with the beginning of a control token, which other text could complete."""

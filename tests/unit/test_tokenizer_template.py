@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -145,6 +146,23 @@ def test_the_known_answer_of_the_format() -> None:
 
 def control_counts(vocabulary: Vocabulary, token_ids: list[int]) -> list[int]:
     return [token_id for token_id in token_ids if token_id in vocabulary.control_ids]
+
+
+@given(st.sets(st.text("ab<", min_size=1, max_size=4)), st.text("ab<c", max_size=20))
+def test_control_tokens_are_found_leftmost_then_longest(tokens: set[str], text: str) -> None:
+    expected, position = [], 0
+    while position < len(text):
+        fitting = [len(token) for token in tokens if text.startswith(token, position)]
+        if fitting:
+            expected.append((position, position + max(fitting)))
+        position += max(fitting, default=1)
+    assert list(ControlTokens({token: index for index, token in enumerate(tokens)}).find(text)) == expected
+
+
+def test_a_megabyte_of_beginnings_of_tokens_is_searched_at_once() -> None:
+    began_s = time.process_time()
+    assert not list(v4().control.find("<｜" * 500_000))
+    assert time.process_time() - began_s < 3  # 0.1 s; a step of Python's for each takes 8
 
 
 @settings(deadline=None)
