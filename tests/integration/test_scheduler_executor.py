@@ -174,7 +174,7 @@ def test_what_a_request_yields_does_not_depend_on_what_happens(model: DeepseekMo
     for i in range(5):
         length = rng.choice(LENGTHS)
         start = rng.choice((0, 64, 100, 128))
-        prompt = (shared[:start] + [rng.randrange(VOCAB) for _ in range(128)])[:length]
+        prompt = (shared[:start] + [rng.randrange(VOCAB) for _ in range(129)])[:length]
         protos.append(
             generation_pb2.GenerateRequest(
                 request_id=f"r{i}",
