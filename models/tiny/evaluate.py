@@ -47,11 +47,12 @@ class Answer:
 class Sampling:
     temperature: float
     top_p: float
+    repetition_penalty: float = 1.0
 
     @classmethod
     def read(cls, folder: Path) -> Sampling:
         config = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
-        return cls(config["temperature"], config["top_p"])
+        return cls(config["temperature"], config["top_p"], config.get("repetition_penalty", 1.0))
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -66,7 +67,11 @@ def answer_with_engine(folder: Path, prompts: Sequence[str], sampling: Sampling,
     llm = LLM(model=str(folder))
     try:
         params = SamplingParams(
-            temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=MAX_TOKENS, seed=seed
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            repetition_penalty=sampling.repetition_penalty,
+            max_tokens=MAX_TOKENS,
+            seed=seed,
         )
         chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
         outputs = [output.outputs[0] for output in llm.chat(chats, params, use_tqdm=False)]
@@ -90,8 +95,16 @@ def answer_with_torch(
     model = load_checkpoint(folder, device, torch.bfloat16 if device == "cuda" else torch.float32)
     each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
     asked = [tokenizer.encode(f"<｜User｜>{prompt}<｜Assistant｜>").ids for prompt in prompts]
-    temperatures, top_ps = [s.temperature for s in each], [s.top_p for s in each]
-    made = generate(model, asked, temperature=temperatures, top_p=top_ps, max_tokens=MAX_TOKENS, eos=eos, seed=seed)
+    made = generate(
+        model,
+        asked,
+        temperature=[s.temperature for s in each],
+        top_p=[s.top_p for s in each],
+        repetition_penalty=[s.repetition_penalty for s in each],
+        max_tokens=MAX_TOKENS,
+        eos=eos,
+        seed=seed,
+    )
     return [Answer(tokenizer.decode(ids), ids, ids[-1] == eos) for ids in made]
 
 
@@ -167,7 +180,7 @@ def main() -> None:
     scores = score(prompts, answers)
     english = acceptance(args.model, MODEL_FOLDER / "held-out-en.jsonl", args.device, args.documents)
     verse = acceptance(args.model, MODEL_FOLDER / "held-out-zh.jsonl", args.device, args.documents)
-    print(f"temperature {sampling.temperature}, top_p {sampling.top_p}, seed {args.seed}, backend {args.backend}")
+    print(f"{sampling}, seed {args.seed}, backend {args.backend}")
     print(f"quatrains' MTP acceptance {verse:.4f}")
     print(json.dumps({**scores, "mtp_acceptance": round(english, 4)}))
 

@@ -28,10 +28,12 @@ def generate(
     max_tokens: int,
     eos: int,
     seed: int,
+    repetition_penalty: Sequence[float] | None = None,
 ) -> list[list[int]]:
     """Continue each prompt by at most `max_tokens`; an answer that stopped by itself ends with `eos`.
 
-    Prompts are fed a token a step beside the others' sampling, so a batch needs no padding.
+    A repetition penalty divides the positive logits of tokens that came before, prompt included, and multiplies the
+    negative ones. Prompts are fed a token a step beside the others' sampling, so a batch needs no padding.
     """
     device = model.embedding.device
     rows, longest = len(prompts), max(map(len, prompts))
@@ -43,12 +45,17 @@ def generate(
     temperatures = torch.tensor(temperature, device=device)
     top_ps = torch.tensor(top_p, device=device)
     starts = torch.tensor([len(p) for p in prompts], device=device)
+    penalties = torch.tensor(repetition_penalty or [1.0] * rows, device=device)[:, None]
+    seen = torch.zeros(rows, model.s.vocab_size, dtype=torch.bool, device=device)
     generator = torch.Generator(device=device).manual_seed(seed)
     cache = model.new_cache(rows, length)
     made = given.clone()
     done = torch.zeros(rows, dtype=torch.bool, device=device)
     for position in range(length - 1):
-        logits = model.step(made[:, position].clamp(min=0), cache, position)
+        fed = made[:, position].clamp(min=0)
+        logits = model.step(fed, cache, position)
+        seen.scatter_(1, fed[:, None], True)
+        logits = torch.where(seen, torch.where(logits > 0, logits / penalties, logits * penalties), logits)
         drawn = torch.multinomial(nucleus(logits, temperatures, top_ps), 1, generator=generator)[:, 0]
         free = given[:, position + 1] < 0
         made[:, position + 1] = torch.where(free, drawn, given[:, position + 1])

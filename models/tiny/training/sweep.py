@@ -18,9 +18,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.4, 0.5, 0.6, 0.7, 0.8])
     parser.add_argument("--top-ps", type=float, nargs="+", default=[0.9, 0.95])
+    parser.add_argument("--repetition-penalty", type=float, default=1.0)
     args = parser.parse_args()
     prompts = read_prompts(MODEL_FOLDER / "eval-prompts.jsonl") * args.repeats
-    settings = [Sampling(t, p) for t in args.temperatures for p in args.top_ps]
+    settings = [Sampling(t, p, args.repetition_penalty) for t in args.temperatures for p in args.top_ps]
     texts = [prompt.text for _ in settings for prompt in prompts]
     each = [setting for setting in settings for _ in prompts]
     answers = answer_with_torch(args.model, texts, each, seed=0, device=args.device)
