@@ -17,9 +17,10 @@ from rorqual.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 NUM_TOKENS = 40
 PROMPT = [20 + 7 * i % 3000 for i in range(3 * 64 + 17)]  # three whole blocks and a part of one
+ALWAYS: dict[str, Any] = {"repetition_penalty": 1.1, "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 0}
 PARAMS = {
-    "greedy": SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0),
-    "seeded": SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0),
+    "greedy": SamplingParams(temperature=0, **ALWAYS),
+    "seeded": SamplingParams(temperature=0.9, top_p=0.95, seed=11, **ALWAYS),
 }
 HOW = pytest.mark.parametrize("how", PARAMS)
 
@@ -81,7 +82,12 @@ def test_in_small_chunks(served_model: Any, alone: dict[str, RequestOutput]) -> 
 def test_resumed(llm: LLM, alone: dict[str, RequestOutput], how: str, num_held: int) -> None:
     """A history that holds generated tokens is continued as if it had never been interrupted."""
     expected, params = alone[how].outputs[0].token_ids, PARAMS[how]
-    sampling = common_pb2.SamplingParams(temperature=params.temperature, top_p=params.top_p, seed=params.seed or 0)
+    sampling = common_pb2.SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        repetition_penalty=params.repetition_penalty,
+        seed=params.seed or 0,
+    )
     salt = f"{how} {num_held}"  # nothing of it is cached: generated tokens are computed again
     request = generation_pb2.GenerateRequest(
         request_id=f"resumed-{how}-{num_held}",

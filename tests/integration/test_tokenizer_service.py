@@ -323,15 +323,15 @@ async def test_a_lost_scheduler_is_not_noticed() -> None:
     ids = [*tiny().encode("The quick brown fox jumps over the lazy dog, again and again."), EOS]
     async with serving(lambda request: steps(ids)) as stack:
         scheduler = stack.scheduler
-        await scheduler.pause(after_steps=5)
+        await scheduler.pause()
         calls = [
             stack.stub.Chat(chat(request_id=f"r{n}", stop=["never said"], num_choices=2, time_left_us=60_000_000))
             for n in range(3)
         ]
         hearing = [asyncio.create_task(hear(call)) for call in calls]
-        await scheduler.wait_for(
-            lambda: all(r.sent >= 2 for r in scheduler.running.values()) and len(scheduler.running) == 6
-        )
+        await scheduler.wait_for(lambda: len(scheduler.running) == 6)  # all of them share the steps that follow
+        await scheduler.pause(after_steps=5)
+        await scheduler.wait_for(lambda: all(r.sent >= 2 for r in scheduler.running.values()))
         first = list(scheduler.seen.opened)
         await scheduler.lose()  # the stream breaks, the server stays
         await scheduler.wait_for(lambda: len(scheduler.seen.opened) == 12)
