@@ -4,7 +4,7 @@ Both answer the same prompts, greedily, with the same number of new tokens. The 
 a drifting machine speed hits both; the median of the rounds is reported. While one runs the other is idle. Ours is measured
 through HTTP streaming with all four processes on the machine; theirs is a bare call in a process of its own.
 
-    python benchmarks/serving/bench_cpu.py [--model DIR] [--new-tokens 128] [--rounds 3] [--out FILE]
+    python benchmarks/serving/bench_cpu.py [--model DIR] [--new-tokens 64] [--rounds 3] [--out FILE]
 
 The last line is one JSON object. Ratios above 1 mean that ours is faster.
 """
@@ -245,7 +245,7 @@ def machine() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny")
-    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--peer-dtype", default="bfloat16", help="bfloat16 is what transformers takes by default from the checkpoint"
