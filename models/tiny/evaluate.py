@@ -108,29 +108,31 @@ def answer_with_torch(
     return [Answer(tokenizer.decode(ids), ids, ids[-1] == eos) for ids in made]
 
 
-def acceptance(folder: Path, path: Path, device: str = "cpu", documents: int = 100) -> float:
-    """The MTP layer's share of agreeing argmaxes over the first `documents` of `path`, in float32."""
+def acceptance(folder: Path, path: Path, documents: int = 100) -> float:
+    """The MTP layer's share of agreeing argmaxes over the first `documents` of `path`: the executor's model, float32."""
     import torch
     from tokenizers import Tokenizer
 
-    from .training.model import load_checkpoint
+    from executor.kv_cache import BLOCK_SIZE, LatentCache
+    from executor.model.batch import Form, build_batch
+    from executor.weights import load_model
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    model = load_checkpoint(folder, device)
-    rows = [json.loads(line)["messages"] for line in path.read_text(encoding="utf-8").splitlines()[:documents]]
-    chats = sorted((tokenizer.encode(chat_text(messages)).ids for messages in rows), key=len)
+    model = load_model(folder, dtype=torch.float32)
     agreeing = counted = 0
-    for start in range(0, len(chats), 10):
-        batch = chats[start : start + 10]
-        tokens = torch.full((len(batch), len(batch[-1])), 0)  # what stands after a chat's end is not looked at
-        for row, ids in zip(tokens, batch, strict=True):
-            row[: len(ids)] = torch.tensor(ids)
-        tokens = tokens.to(device)
-        with torch.no_grad():
-            logits, draft, _, _ = model(tokens, torch.zeros_like(tokens))
-        for main_row, draft_row, ids in zip(logits.argmax(-1).tolist(), draft.argmax(-1).tolist(), batch, strict=True):
-            agree, count = scoring.agreement(main_row[: len(ids)], draft_row[: len(ids)])
-            agreeing, counted = agreeing + agree, counted + count
+    for line in path.read_text(encoding="utf-8").splitlines()[:documents]:
+        ids = tokenizer.encode(chat_text(json.loads(line)["messages"])).ids
+        cache = LatentCache(model.config, -(-len(ids) // BLOCK_SIZE), dtype=torch.float32)
+        table = torch.arange(cache.num_blocks)
+        out = model.forward(
+            build_batch([(ids, 0, table, Form.PREFILL)], range(len(ids)), return_all_hidden=True), cache
+        )
+        assert out.all_hidden is not None
+        # Row i holds the state of token i and the token after it, and drafts token i + 2.
+        drafts = build_batch([(ids[1:], 0, table, Form.PREFILL)], range(len(ids) - 1))
+        draft = model.forward_mtp(drafts, out.all_hidden[:-1], cache).logits.argmax(-1).tolist()
+        agree, count = scoring.agreement(out.logits.argmax(-1).tolist(), [*draft, 0])
+        agreeing, counted = agreeing + agree, counted + count
     return scoring.share(agreeing, counted)
 
 
@@ -178,8 +180,8 @@ def main() -> None:
         if bad or (args.show and number % args.show == 0):
             print(f"{'!' if bad else ' '} {prompt.text}\n    " + answer.text.replace("\n", "\n    "))
     scores = score(prompts, answers)
-    english = acceptance(args.model, MODEL_FOLDER / "held-out-en.jsonl", args.device, args.documents)
-    verse = acceptance(args.model, MODEL_FOLDER / "held-out-zh.jsonl", args.device, args.documents)
+    english = acceptance(args.model, MODEL_FOLDER / "held-out-en.jsonl", args.documents)
+    verse = acceptance(args.model, MODEL_FOLDER / "held-out-zh.jsonl", args.documents)
     print(f"{sampling}, seed {args.seed}, backend {args.backend}")
     print(f"quatrains' MTP acceptance {verse:.4f}")
     print(json.dumps({**scores, "mtp_acceptance": round(english, 4)}))
