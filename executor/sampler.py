@@ -94,10 +94,6 @@ class LogitAdjuster:
             or (num_generated < self._spec.min_tokens and self._stop_ids.size > 0)
         )
 
-    def can_rest(self) -> bool:
-        """Whether it is inactive for ever once min_tokens is reached."""
-        return self._counts is None and self._bias_ids.size == 0
-
     def adjust(self, logits: Float32s, num_generated: int) -> None:
         """Change one row of logits in place; the next token is generated token number `num_generated`, from 0."""
         spec = self._spec

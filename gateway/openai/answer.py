@@ -11,6 +11,7 @@ from rorqual.core.token_ids import unpack_token_ids
 from rorqual.v1 import text_pb2
 
 from ..upstream.inbox import Piece, TokenLogprob
+from .chunks import ChunkTemplate
 from .usage import finish_reason, stop_reason
 
 
@@ -34,6 +35,18 @@ class AnswerOptions:
     @property
     def num_choices(self) -> int:
         return self.choices_per_prompt * self.num_prompts
+
+    def template(self, object_name: str, model: str) -> ChunkTemplate:
+        """The chunks of a stream that `model` turned out to serve."""
+        return ChunkTemplate(
+            response_id=self.response_id,
+            object_name=object_name,
+            created=self.created,
+            model=model,
+            fingerprint=self.fingerprint(model),
+            num_choices=self.num_choices,
+            usage_key=self.include_usage,
+        )
 
 
 class Answer(Protocol):

@@ -77,16 +77,7 @@ class ChatAnswer:
         )
 
     def _start(self) -> ChunkTemplate:
-        options = self._options
-        self._template = ChunkTemplate(
-            response_id=options.response_id,
-            object_name="chat.completion.chunk",
-            created=options.created,
-            model=self.progress.model,
-            fingerprint=options.fingerprint(self.progress.model),
-            num_choices=options.num_choices,
-            usage_key=options.include_usage,
-        )
+        self._template = self._options.template("chat.completion.chunk", self.progress.model)
         return self._template
 
     def _roles(self, template: ChunkTemplate, piece: Piece) -> bytes:

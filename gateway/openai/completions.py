@@ -118,16 +118,7 @@ class CompletionAnswer:
         return echo.text if self._options.echo else "", read_logprobs(echo.logprobs) if wanted else []
 
     def _start(self) -> ChunkTemplate:
-        options = self._options
-        self._template = ChunkTemplate(
-            response_id=options.response_id,
-            object_name="text_completion",
-            created=options.created,
-            model=self.progress.model,
-            fingerprint=options.fingerprint(self.progress.model),
-            num_choices=options.num_choices,
-            usage_key=options.include_usage,
-        )
+        self._template = self._options.template("text_completion", self.progress.model)
         return self._template
 
     def last_chunks(self) -> bytes:
