@@ -1,26 +1,10 @@
 // mla_decode.cpp: C wrappers of the decode plan and of decode attention.
 #include "error.h"
 #include "rorqual/mla_decode.cuh"
+#include "tensor_map.h"
 
 using rorqual::aligned;
 using rorqual::Mla;
-
-namespace {
-
-// cuTensorMapEncodeTiled belongs to the driver; asked for at run time, so that the library loads without one.
-decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
-  static const auto encoder = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result{};
-    const cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(
-        error == cudaSuccess && result == cudaDriverEntryPointSuccess ? function : nullptr);
-  }();
-  return encoder;
-}
-
-}  // namespace
 
 extern "C" int64_t rorqual_mla_plan_words(int32_t num_parts, int32_t batch) {
   return rorqual::plan_words(num_parts, batch);
@@ -84,20 +68,14 @@ extern "C" int rorqual_mla_decode(const RorqualMlaDecode* a, void* stream) {
                       a->q_pe_token_stride % 8 == 0 && a->q_pe_head_stride % 8 == 0 && a->out_token_stride % 8 == 0 &&
                       a->out_head_stride % 8 == 0 && a->cache_block_stride % 8 == 0,
                   "mla_decode: strides must be multiples of 8 elements");
-  const auto encode = tensor_map_encoder();
-  RORQUAL_REQUIRE(encode != nullptr, "mla_decode: the driver has no cuTensorMapEncodeTiled (CUDA 12 or newer is needed)");
 
   using bf16 = __nv_bfloat16;
   rorqual::MlaDecodeParams p{};
   const cuuint64_t dims[3] = {Mla::kWidth, Mla::kBlockTokens, static_cast<cuuint64_t>(a->num_blocks)};
-  const cuuint64_t strides[2] = {Mla::kWidth * sizeof(bf16), a->cache_block_stride * sizeof(bf16)};
+  const cuuint64_t strides[2] = {Mla::kWidth, static_cast<cuuint64_t>(a->cache_block_stride)};
   const cuuint32_t box[3] = {Mla::kChunkCols, Mla::kBlockTokens, 1};
-  const cuuint32_t element_strides[3] = {1, 1, 1};
-  const CUresult result =
-      encode(&p.cache_map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(a->cache), dims, strides, box,
-             element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  RORQUAL_REQUIRE(result == CUDA_SUCCESS, "mla_decode: cuTensorMapEncodeTiled returned " + std::to_string(result));
+  const int refused = rorqual::encode_bf16_map<3>(&p.cache_map, a->cache, dims, strides, box, "mla_decode");
+  if (refused != 0) return refused;
 
   const auto kernel = static_cast<rorqual::MlaDecodeKernel>(a->kernel);
   p.q_latent = static_cast<const bf16*>(a->q_latent);

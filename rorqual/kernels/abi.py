@@ -63,3 +63,18 @@ class MoePermuteArgs(ctypes.Structure):
         ptr="expert_starts choice_of row_of counts topk_ids",
         i32="num_choices num_experts row_alignment",
     )
+
+
+# ---- experts ----
+
+
+# ---- prefill ----
+
+
+# ---- sampling ----
+
+
+# ---- step state ----
+
+
+# ---- linear ----

@@ -111,6 +111,21 @@ typedef struct {
 } RorqualMoePermute;
 int rorqual_moe_permute(const RorqualMoePermute* args, void* stream);
 
+/* ---- experts ---- */
+
+
+/* ---- prefill ---- */
+
+
+/* ---- sampling ---- */
+
+
+/* ---- step state ---- */
+
+
+/* ---- linear ---- */
+
+
 #ifdef __cplusplus
 }
 #endif

@@ -110,4 +110,19 @@ struct MoePermuteParams {
 };
 cudaError_t launch_moe_permute(const MoePermuteParams& p, cudaStream_t stream);
 
+// ---- experts ----
+
+
+// ---- prefill ----
+
+
+// ---- sampling ----
+
+
+// ---- step state ----
+
+
+// ---- linear ----
+
+
 }  // namespace rorqual
