@@ -10,7 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from rorqual.core.errors import ConfigError, InternalError
 from rorqual.telemetry import Telemetry
 from rorqual.v1 import common_pb2, executor_pb2
 
-from .dummy_weights import dummy_checkpoint
 from .kv_cache import LatentCache
 from .link import PROTOCOL_VERSION, SchedulerLink
 from .memory import CachePlan, Ledger, cache_memory, device_name, plan_cache, total_bytes, used_bytes
@@ -32,7 +31,7 @@ from .model.config import ModelConfig, load_config
 from .model.deepseek import DeepseekModel
 from .observe import StepObserver
 from .step_loop import StepLimits, StepLoop
-from .weights import load_model, model_fingerprint, resolve_dtype
+from .weights import build_model, model_fingerprint, open_source, resolve_dtype
 
 _log = logging.getLogger("executor")
 
@@ -69,14 +68,23 @@ def prepare(config: ExecutorConfig) -> Prepared:
         )
     dtype = resolve_dtype(config.dtype, device)
     before, started_s = used_bytes(device), time.monotonic()
-    with dummy_checkpoint(path, config.seed) if config.load_format == "dummy" else nullcontext(path) as folder:
-        with _progress_bar() as progress:
-            model = load_model(
-                folder, dtype=dtype, device=device, deterministic=config.deterministic, progress=progress
-            )
-        fingerprint = model_fingerprint(
-            folder, model.config, dtype=dtype, kv_dtype=dtype, deterministic=config.deterministic
-        )
+    with (
+        _progress_bar() as progress,
+        open_source(
+            path, dtype=dtype, device=device, load_format=config.load_format, seed=config.seed, progress=progress
+        ) as source,
+    ):
+        model = build_model(source, deterministic=config.deterministic)
+    is_dummy = config.load_format == "dummy"
+    fingerprint = model_fingerprint(
+        path,
+        model.config,
+        dtype=dtype,
+        kv_dtype=dtype,
+        deterministic=config.deterministic,
+        random_seed=config.seed if is_dummy else None,
+        extra={"random_numbers": device.type} if is_dummy else None,
+    )
     gc.collect()
     weights_bytes = max(used_bytes(device) - before, 0)
     plan = plan_cache(
@@ -98,7 +106,7 @@ def prepare(config: ExecutorConfig) -> Prepared:
     _log.info(
         "loaded %s from %s in %.1f s: %s, fingerprint %s",
         model.config.model_type,
-        path if config.load_format == "safetensors" else f"random numbers in the shape of {path}",
+        path if not is_dummy else f"random numbers in the shape of {path}",
         time.monotonic() - started_s,
         str(dtype).removeprefix("torch."),
         fingerprint.hex()[:12],

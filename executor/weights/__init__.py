@@ -6,6 +6,17 @@ from ..model.config import load_config
 from .dtype import resolve_dtype
 from .files import CheckpointFiles
 from .fingerprint import model_fingerprint
-from .loader import Progress, load_model
+from .loader import build_model, load_model
+from .source import Progress, TensorSource, open_source
 
-__all__ = ["CheckpointFiles", "Progress", "load_config", "load_model", "model_fingerprint", "resolve_dtype"]
+__all__ = [
+    "CheckpointFiles",
+    "Progress",
+    "TensorSource",
+    "build_model",
+    "load_config",
+    "load_model",
+    "model_fingerprint",
+    "open_source",
+    "resolve_dtype",
+]

@@ -31,6 +31,7 @@ class TensorInfo:
     file: Path
     dtype: str  # safetensors' name: BF16, F32, F8_E4M3 …
     shape: tuple[int, ...]
+    offset: int  # of its first byte in the file
     num_bytes: int
 
 
@@ -167,7 +168,7 @@ class CheckpointFiles:
                     f"{file}: tensor {name!r} ends at byte {8 + length + end} and the file has {size}; {again}"
                 )
             end_of_data = max(end_of_data, end)
-            tensors[name] = TensorInfo(name, file, dtype, shape, end - begin)
+            tensors[name] = TensorInfo(name, file, dtype, shape, 8 + length + begin, end - begin)
         if end_of_data != data_bytes:
             raise CheckpointError(f"{file}: {data_bytes - end_of_data} bytes follow the last tensor; {again}")
         self.headers[file] = raw

@@ -12,6 +12,7 @@ import torch
 
 from ..model.config import ModelConfig
 from .files import CheckpointFiles
+from .names import main_tensors
 
 KV_LAYOUT = "latent-v1: c_kv after norm, k_pe interleaved after rope"
 WHOLE_FILE_BYTES = 64 << 20
@@ -25,6 +26,7 @@ def model_fingerprint(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     deterministic: bool = False,
+    random_seed: int | None = None,
     extra: Mapping[str, str] | None = None,
 ) -> bytes:
     """BLAKE2b-256 over all that changes KV.
@@ -35,6 +37,9 @@ def model_fingerprint(
     samples of 64 KiB, the first and the last bytes among them. So two checkpoints that share every shape and differ
     only between the samples of large files count as one; a fine-tune changes all of a file. File names, and
     so where the folder lies, do not count.
+
+    Of random weights (`random_seed` is given), the names, shapes and seed that they are drawn from, in the files' place;
+    `extra` should then name the kind of device, whose random numbers they are.
     """
     digest = hashlib.blake2b(digest_size=32, person=b"rorqual-model")
     facts = {
@@ -46,6 +51,10 @@ def model_fingerprint(
         "extra": dict(extra or {}),
     }
     digest.update(json.dumps(facts, sort_keys=True).encode())
+    if random_seed is not None:
+        shapes = {name: list(shape) for name, shape in main_tensors(config).items()}
+        digest.update(json.dumps({"random": random_seed, "shapes": shapes}, sort_keys=True).encode())
+        return digest.digest()
     with CheckpointFiles(path) as files:
         for file in files.files:
             header = files.headers[file]

@@ -1,16 +1,11 @@
-"""From a checked checkpoint to a model: reading, dequantising, fusing."""
+"""From named tensors to a model: stacking, fusing, reordering."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from rorqual import kernels
-
-from ..model.config import ModelConfig, load_config
 from ..model.deepseek import DeepseekModel, ModelParts
 from ..model.layer import DecoderLayer
 from ..model.linear import Linear, require_equal_rows
@@ -19,10 +14,7 @@ from ..model.moe import DenseMlp, MoeMlp, MoeWeights
 from ..model.mtp import MtpLayer
 from ..model.norm import RmsNorm
 from ..model.rope import Rope
-from .files import CheckpointFiles, check_tokenizer
-from .names import SCALE_SUFFIX, check_tensors
-
-Progress = Callable[[int, int], None]  # (bytes read, bytes in all)
+from .source import Progress, TensorSource, open_source
 
 MAX_PACKED_BYTES = 2 << 30
 """Above this, weights are kept once only: a prepacked copy beside the plain one would double the memory."""
@@ -41,35 +33,24 @@ def load_model(
     Everything that can be wrong with a checkpoint is found before its weights are read. Raises CheckpointError, naming
     file, tensor and cure; ConfigError if `deterministic` cannot be kept on this machine.
     """
-    path = Path(path)
-    config = load_config(path)
-    with CheckpointFiles(path) as files:
-        config = dataclasses.replace(config, num_mtp_layers=check_tensors(files, config))
-        check_tokenizer(path, config.vocab_size)
-        builder = _Builder(config, files, dtype, torch.device(device), deterministic, progress)
-        parts = builder.build()
-    return DeepseekModel(config, parts, dtype=dtype, device=torch.device(device), deterministic=deterministic)
+    with open_source(path, dtype=dtype, device=torch.device(device), progress=progress) as source:
+        return build_model(source, deterministic=deterministic)
+
+
+def build_model(source: TensorSource, *, deterministic: bool = False) -> DeepseekModel:
+    """The model of the source's tensors, in its dtype, on its device. Raises as the source does; ConfigError if
+    `deterministic` cannot be kept on this machine."""
+    parts = _Builder(source, deterministic).build()
+    return DeepseekModel(source.config, parts, dtype=source.dtype, device=source.device, deterministic=deterministic)
 
 
 class _Builder:
-    def __init__(
-        self,
-        config: ModelConfig,
-        files: CheckpointFiles,
-        dtype: torch.dtype,
-        device: torch.device,
-        deterministic: bool,
-        progress: Progress | None,
-    ) -> None:
+    def __init__(self, source: TensorSource, deterministic: bool) -> None:
+        config, dtype, device = source.config, source.dtype, source.device
+        self.source = source
         self.config = config
-        self.files = files
-        self.dtype = dtype
-        self.device = device
         self.deterministic = deterministic
-        self.progress = progress
-        self.bytes_read = 0
-        elements = sum(info.num_bytes // (1 if info.dtype.startswith("F8") else 2) for info in files.tensors.values())
-        self.pack = device.type == "cpu" and elements * dtype.itemsize <= MAX_PACKED_BYTES
+        self.pack = device.type == "cpu" and source.num_elements * dtype.itemsize <= MAX_PACKED_BYTES
         self.rope = Rope(config.rope, config.qk_rope_head_dim, device, deterministic=deterministic)
         self.scratch = Scratch(config.latent_dim, dtype, device)
 
@@ -78,33 +59,18 @@ class _Builder:
         embedding = self.tensor("model.embed_tokens.weight")
         layers = [self.layer(i) for i in range(config.num_hidden_layers)]
         norm = self.norm("model.norm.weight")
-        name = "lm_head.weight" if "lm_head.weight" in self.files.tensors else "model.embed_tokens.weight"
+        name = "lm_head.weight" if "lm_head.weight" in self.source else "model.embed_tokens.weight"
         head = self.head(name)
         mtp = [self.mtp(depth, embedding, head) for depth in range(config.num_mtp_layers)]
         if self.deterministic:
-            require_equal_rows(self.dtype, self.device, self.pack)
+            require_equal_rows(self.source.dtype, self.source.device, self.pack)
         return ModelParts(embedding, layers, norm, head, mtp, self.rope)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """One stored tensor, dequantised, in the compute dtype (or `dtype`), on the device."""
-        dtype = dtype or self.dtype
-        tensor = self.files.read(name)
-        self._count(name)
-        if tensor.dtype == torch.float8_e4m3fn:
-            assert self.config.fp8_block_size is not None
-            scale = self.files.read(name + SCALE_SUFFIX)
-            self._count(name + SCALE_SUFFIX)
-            tensor = kernels.fp8_block_dequantize(tensor, scale, self.config.fp8_block_size, dtype)
-        # A copy in any case: what safetensors returns is a view of the mapped file.
-        return tensor.to(device=self.device, dtype=dtype, copy=True)
-
-    def _count(self, name: str) -> None:
-        self.bytes_read += self.files.tensors[name].num_bytes
-        if self.progress is not None:
-            self.progress(self.bytes_read, self.files.num_bytes)
+        return self.source.tensor(name, dtype)
 
     def optional(self, name: str) -> torch.Tensor | None:
-        return self.tensor(name) if name in self.files.tensors else None
+        return self.tensor(name) if name in self.source else None
 
     def norm(self, name: str) -> RmsNorm:
         return RmsNorm(self.tensor(name), self.config.rms_norm_eps)
@@ -192,5 +158,5 @@ class _Builder:
             layer=self.layer(layer_idx),
             norm=self.norm(prefix + "shared_head.norm.weight"),
             embedding=embedding if own_embedding is None else own_embedding,
-            head=self.head(own_head) if own_head in self.files.tensors else head,
+            head=self.head(own_head) if own_head in self.source else head,
         )
