@@ -30,7 +30,8 @@ from .model.batch import Form, build_batch
 from .model.config import ModelConfig, load_config
 from .model.deepseek import DeepseekModel
 from .observe import StepObserver
-from .step_loop import StepLimits, StepLoop
+from .order_loop import StepLimits
+from .step_loop import StepLoop
 from .weights import build_model, model_fingerprint, open_source, resolve_dtype
 
 _log = logging.getLogger("executor")

@@ -1,42 +1,24 @@
-"""The step loop: applies orders at step boundaries, and steps while there is work.
-
-One plain thread owns torch, the KV memory and all that is here. Others reach it through `submit`, `reset` and the
-outbox alone. It waits for no one while a sequence can run.
-"""
+"""A step on torch: every row and chunk in one forward pass, tokens chosen on the host."""
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from rorqual.core.blocks import BLOCK_SIZE
-from rorqual.v1 import common_pb2
 
-from .inventory import BlockInventory, InventoryEntry
 from .logprobs import token_logprobs
 from .model.batch import Form, ForwardBatch, Segment
-from .orders import Admit, Copy, Drop, Extend, Ids, Label, OrderBatch, OrderError, Prefill
-from .reports import EndedSequence, Outbox, StepOutput, StepStats
+from .order_loop import LENGTH, STOP, Chunk, KvCache, OrderLoop, StepLimits
+from .orders import Ids
+from .reports import StepOutput, StepStats
 from .sampler import Adjustment, Sampler
-from .sequences import DecodeSet, LogprobItem, SequenceTrace, StepBuffers
-from .sequences import Sequence as Seq
-
-_log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-STOP = common_pb2.FINISH_REASON_STOP
-LENGTH = common_pb2.FINISH_REASON_LENGTH
+from .sequences import DecodeSet, LogprobItem, StepBuffers
 
 
 class ForwardResult(Protocol):
@@ -50,49 +32,8 @@ class Model(Protocol):
     def forward(self, batch: ForwardBatch, kv_cache: Any) -> ForwardResult: ...
 
 
-class KvCache(Protocol):
-    """What the loop asks of the KV memory beyond handing it to the model."""
-
-    num_blocks: int
-    storage: torch.Tensor  # [num_layers, >= num_blocks * 64, width]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepLimits:
-    """Sizes that hold for the life of a loop."""
-
-    vocab_size: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    deterministic: bool = False
-
-    @property
-    def chunk_budget(self) -> int:
-        """Tokens of chunks a step: what is left when every sequence that may decode does."""
-        return self.max_num_batched_tokens - self.max_num_seqs
-
-
-@dataclass(slots=True)
-class Chunk:
-    """An ordered Prefill in the queue."""
-
-    sequence: Seq
-    start: int
-    end: int
-    token_ids: Ids
-
-    @property
-    def num_tokens(self) -> int:
-        return self.end - self.start
-
-    @property
-    def is_last(self) -> bool:
-        return self.end == self.sequence.num_tokens
-
-
-class StepLoop:
-    """Standing orders in, tokens out."""
+class StepLoop(OrderLoop):
+    """Steps one after the other: a step's tokens are known before the next begins."""
 
     def __init__(
         self,
@@ -105,308 +46,21 @@ class StepLoop:
         monotonic_s: Callable[[], float] = time.perf_counter,
         time_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """`traced`: record what spans need. `num_threads`: torch threads of the loop; 0 leaves them."""
         self._model = model
-        self._kv_cache = kv_cache
-        self._limits = limits
-        self._num_threads = num_threads
-        self._traced = traced
-        self._monotonic_s = monotonic_s
-        self._time_ns = time_ns
-
-        self.outbox = Outbox()
-        self.inventory = BlockInventory()
-        self.stats: deque[StepStats] = deque()  # taken by the link with the reports
-        self.ended: deque[EndedSequence] = deque()
-        self.on_output: Callable[[], None] = lambda: None  # called from the loop's thread: something to report
-        self.on_order_error: Callable[[OrderError], None] = lambda error: None
-        self.on_crash: Callable[[BaseException], None] = lambda error: None
-
-        self._sequences: dict[int, Seq] = {}
-        self._chunks: deque[Chunk] = deque()
-        self._ready: deque[Seq] = deque()  # may decode, wait for a row
         self._buffers = StepBuffers(limits.max_num_batched_tokens)
         self._sampler = Sampler(limits.vocab_size, limits.max_num_seqs)
         self._decode = DecodeSet(
             self._buffers, self._sampler, limits.max_num_seqs, -(-limits.max_model_len // BLOCK_SIZE)
         )
-        self._step_id = 0
-        self._last_batch_id = 0
-
-        self._wake = threading.Condition()
-        self._pending: deque[OrderBatch] = deque()
-        self._reset_request: Future[list[InventoryEntry]] | None = None
-        self._stopping = False
-        self._refusing = False  # an order error ended the link: nothing is applied before the next reset
-        self._step_started_s = 0.0
-        self._thread: threading.Thread | None = None
-
-    # Called from other threads.
-
-    def start(self, prepare: Callable[[], T]) -> Future[T]:
-        """Run `prepare` on the loop's thread, then step. Resolves to what `prepare` returned."""
-        prepared: Future[T] = Future()
-        self._thread = threading.Thread(target=self._run, args=(prepare, prepared), name="step-loop", daemon=True)
-        self._thread.start()
-        return prepared
-
-    def stop(self, timeout_s: float = 30.0) -> None:
-        """End after the present step."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-
-    def submit(self, batch: OrderBatch) -> None:
-        """Apply `batch` at the next step boundary, after those submitted before."""
-        with self._wake:
-            self._pending.append(batch)
-            self._wake.notify()
-
-    def reset(self) -> Future[list[InventoryEntry]]:
-        """Drop every sequence at the next boundary and forget pending orders; resolves to the labelled blocks."""
-        with self._wake:
-            self._pending.clear()
-            if self._reset_request is None:
-                self._reset_request = Future()
-            self._wake.notify()
-            return self._reset_request
-
-    def step_running_us(self) -> int:
-        """How long the present step has run; 0 when idle."""
-        started_s = self._step_started_s
-        return max(round((self._monotonic_s() - started_s) * 1e6), 0) if started_s else 0
-
-    # The loop's own thread.
-
-    def _run(self, prepare: Callable[[], T], prepared: Future[T]) -> None:
-        if self._num_threads:
-            torch.set_num_threads(self._num_threads)
-        try:
-            prepared.set_result(prepare())
-        except BaseException as error:
-            prepared.set_exception(error)
-            return
-        try:
-            while not self._stopping:
-                if self.run_once():
-                    continue
-                with self._wake:
-                    while not (self._pending or self._reset_request or self._stopping):
-                        self._wake.wait()
-        except BaseException as error:
-            _log.critical("the step loop ended", exc_info=error)
-            self.on_crash(error)
-
-    @torch.inference_mode()
-    def run_once(self) -> bool:
-        """Apply what is pending, then step if there is work. Returns whether a step ran."""
-        if self._reset_request is not None:
-            self._drop_all()
-        applied = self._apply_pending() if self._pending else False
-        if self._ready:
-            self._fill_rows()
-        chunks = self._take_chunks() if self._chunks else []
-        if not chunks and not self._decode.num_rows:
-            if applied:
-                self.on_output()
-            return False
-        if applied and chunks:
-            self.on_output()  # a step with a chunk may be long: acknowledge now
-        self._step(chunks)
-        return True
-
-    def _drop_all(self) -> None:
-        with self._wake:
-            request, self._reset_request = self._reset_request, None
-            self._pending.clear()
-        for sequence in list(self._sequences.values()):
-            self._end(sequence, "link lost")
-        self._chunks.clear()
-        self._ready.clear()
-        self._last_batch_id = 0
-        self._refusing = False
-        self.outbox.reset()
-        if request is not None:
-            request.set_result(self.inventory.entries())
-
-    def _apply_pending(self) -> bool:
-        applied = False
-        while self._pending and not self._refusing:
-            with self._wake:
-                if not self._pending:  # a reset emptied it
-                    break
-                batch = self._pending.popleft()
-            try:
-                self._apply(batch)
-                applied = True
-            except OrderError as error:
-                self._refusing = True
-                self.on_order_error(error)
-        if self._refusing:
-            self._pending.clear()
-            return False
-        return applied
-
-    def _apply(self, batch: OrderBatch) -> None:
-        if batch.batch_id != self._last_batch_id + 1:
-            raise OrderError(f"order batch {batch.batch_id} came after batch {self._last_batch_id}")
-        unpaused: list[int] = []
-        for order in batch.orders:
-            match order:
-                case Prefill():
-                    self._queue_chunk(order)
-                case Extend():
-                    if self._extend(order):
-                        unpaused.append(order.seq_id)
-                case Admit():
-                    self._admit(order)
-                case Drop():
-                    sequence = self._sequences.get(order.seq_id)
-                    if sequence is not None:
-                        unpaused.append(order.seq_id)
-                        self._end(sequence, "dropped")
-                case Label():
-                    self._check_blocks(order.block_ids)
-                    self.inventory.label(order.block_ids.tolist(), order.hashes, self._now_us())
-                case Copy():
-                    self._copy(order)
-        self._last_batch_id = batch.batch_id
-        self.outbox.applied(batch.batch_id, unpaused)
-
-    def _admit(self, order: Admit) -> None:
-        if order.seq_id in self._sequences:
-            raise OrderError(f"sequence {order.seq_id} is admitted twice")
-        self._check_blocks(order.block_ids)
-        if order.num_tokens > self._limits.max_model_len or order.max_total_tokens > self._limits.max_model_len:
-            raise OrderError(
-                f"sequence {order.seq_id} may grow to {max(order.num_tokens, order.max_total_tokens)} tokens; "
-                f"this executor takes {self._limits.max_model_len}"
-            )
-        sequence = Seq(order, self._limits.vocab_size)
-        self._check_limit(sequence)
-        self._sequences[order.seq_id] = sequence
-        num_shared = order.num_cached_tokens // BLOCK_SIZE
-        block_ids = order.block_ids.tolist()
-        self.inventory.use(block_ids[:num_shared], self._now_us())
-        self.inventory.forget(block_ids[num_shared:])
-        if self._traced and order.trace is not None:
-            sequence.trace = SequenceTrace(order.trace, self._time_ns())
-
-    def _queue_chunk(self, order: Prefill) -> None:
-        sequence = self._sequences.get(order.seq_id)
-        if sequence is None:
-            return
-        if order.start != sequence.num_queued or order.end > sequence.num_tokens:
-            raise OrderError(
-                f"a chunk of sequence {order.seq_id} covers [{order.start}, {order.end}) of {sequence.num_tokens} "
-                f"tokens, of which {sequence.num_queued} were computed or ordered before"
-            )
-        if order.end > sequence.limit:
-            raise OrderError(f"a chunk of sequence {order.seq_id} ends at {order.end}, past its limit {sequence.limit}")
-        if order.end - order.start > self._limits.chunk_budget:
-            raise OrderError(
-                f"a chunk of sequence {order.seq_id} has {order.end - order.start} tokens; "
-                f"a step has room for {self._limits.chunk_budget} beside its decodes"
-            )
-        if self._limits.deterministic and not _has_fixed_edges(order, sequence.num_prompt_tokens):
-            raise OrderError(
-                f"a chunk of sequence {order.seq_id} covers [{order.start}, {order.end}) of a prompt of "
-                f"{sequence.num_prompt_tokens}: a deterministic executor needs edges at multiples of {BLOCK_SIZE}"
-            )
-        sequence.num_queued = order.end
-        self._chunks.append(Chunk(sequence, order.start, order.end, order.token_ids))
-
-    def _extend(self, order: Extend) -> bool:
-        """Whether it set a paused sequence free."""
-        self._check_blocks(order.block_ids)
-        self.inventory.forget(order.block_ids.tolist())
-        sequence = self._sequences.get(order.seq_id)
-        if sequence is None:
-            return False
-        sequence.append_blocks(order.block_ids)
-        sequence.limit = max(sequence.limit, order.limit)
-        self._check_limit(sequence)
-        if sequence.row >= 0:
-            self._decode.extended(sequence)
-            return False
-        if sequence.is_paused and sequence.has_room:
-            sequence.is_paused = False
-            self._ready.append(sequence)
-            return True
-        return False
-
-    def _copy(self, order: Copy) -> None:
-        self._check_blocks(np.array([order.src_block_id, order.dst_block_id], np.int64))
-        if order.num_tokens > BLOCK_SIZE:
-            raise OrderError(f"a copy of {order.num_tokens} tokens, of a block of {BLOCK_SIZE}")
-        self.inventory.forget((order.dst_block_id,))
-        src, dst, n = order.src_block_id * BLOCK_SIZE, order.dst_block_id * BLOCK_SIZE, order.num_tokens
-        self._kv_cache.storage[:, dst : dst + n] = self._kv_cache.storage[:, src : src + n]
-
-    def _check_blocks(self, block_ids: Ids) -> None:
-        if block_ids.size and int(block_ids.max()) >= self._kv_cache.num_blocks:
-            raise OrderError(
-                f"block {int(block_ids.max())} does not exist: the cache has {self._kv_cache.num_blocks} blocks"
-            )
-
-    def _check_limit(self, sequence: Seq) -> None:
-        if sequence.limit > sequence.num_blocks * BLOCK_SIZE:
-            raise OrderError(
-                f"sequence {sequence.seq_id} may write up to {sequence.limit} and holds {sequence.num_blocks} blocks"
-            )
-
-    def _now_us(self) -> int:
-        return round(self._monotonic_s() * 1e6)
-
-    def _end(self, sequence: Seq, finish: str) -> None:
-        """The sequence is over, whatever the reason: nothing of it runs from here on."""
-        if sequence.row >= 0:
-            self._decode.remove(sequence)
-        sequence.is_live = False
-        sequence.pending_logits = None
-        del self._sequences[sequence.seq_id]
-        self.inventory.use(sequence.block_ids, self._now_us())
-        if sequence.trace is not None:
-            sequence.trace.last_step_id = self._step_id
-            sequence.trace.events.append(("finish", self._time_ns(), {"step_id": self._step_id}))
-            self.ended.append(
-                EndedSequence(
-                    seq_id=sequence.seq_id,
-                    trace=sequence.trace,
-                    end_ns=self._time_ns(),
-                    num_prompt_tokens=sequence.num_prompt_tokens,
-                    num_cached_tokens=sequence.admit.num_cached_tokens,
-                    num_generated_tokens=sequence.num_tokens - sequence.admit.num_tokens,
-                    finish=finish,
-                )
-            )
-
-    def _fill_rows(self) -> None:
-        """Sequences that were set free take rows, in the order in which they were."""
-        while self._ready and not self._decode.is_full:
-            sequence = self._ready.popleft()
-            if sequence.is_live:
-                self._decode.add(sequence)
-
-    def _take_chunks(self) -> list[Chunk]:
-        """From the head of the queue what fits this step."""
-        taken: list[Chunk] = []
-        budget = self._limits.chunk_budget
-        free_rows = self._decode.max_rows - self._decode.num_rows - len(self._ready)
-        while self._chunks:
-            chunk = self._chunks[0]
-            if not chunk.sequence.is_live:
-                self._chunks.popleft()
-                continue
-            if chunk.num_tokens > budget or (chunk.is_last and free_rows <= 0):
-                break
-            self._chunks.popleft()
-            taken.append(chunk)
-            budget -= chunk.num_tokens
-            free_rows -= chunk.is_last
-        return taken
+        super().__init__(
+            kv_cache,
+            self._decode,
+            limits,
+            num_threads=num_threads,
+            traced=traced,
+            monotonic_s=monotonic_s,
+            time_ns=time_ns,
+        )
 
     def _step(self, chunks: Sequence[Chunk]) -> None:
         started_s = self._step_started_s = self._monotonic_s()
@@ -551,7 +205,7 @@ class StepLoop:
         for row in np.flatnonzero(halted)[::-1].tolist():
             sequence = decode.sequences[row]
             if not sound[row]:
-                self._fault(sequence, output)
+                self._fault(sequence, int(self._buffers.positions[row]) - 1, output)
             elif stopped[row]:
                 self._finish(sequence, STOP, output)
             elif decode.out_of_budget(row):
@@ -572,33 +226,6 @@ class StepLoop:
         entries = token_logprobs(logits[torch.from_numpy(rows)].cpu().numpy(), tokens[rows], max(num_top))
         for sequence, entry, count in zip(wanted, entries, num_top, strict=True):
             output.logprobs.append(LogprobItem(sequence.seq_id, generated=(entry.with_top(count),)))
-
-    def _finish(self, sequence: Seq, reason: common_pb2.FinishReason, output: StepOutput) -> None:
-        output.finish[sequence.seq_id] = reason
-        self._end(sequence, "stop" if reason == STOP else "length")
-
-    def _fault(self, sequence: Seq, output: StepOutput) -> None:
-        """A numerical fault ends the sequence alone; labels that its blocks had are not to be trusted."""
-        position = int(self._buffers.positions[sequence.row]) - 1
-        message = f"the logits after position {position} are not finite (NaN or infinity) at step {self._step_id}"
-        _log.error("sequence %d: %s", sequence.seq_id, message)
-        output.faults.append((sequence.seq_id, message))
-        self._end(sequence, "error")
-        self.inventory.forget(sequence.block_ids[sequence.admit.num_cached_tokens // BLOCK_SIZE :])
-
-    def _trace_chunk(self, trace: SequenceTrace, chunk: Chunk) -> None:
-        trace.num_chunks += 1
-        trace.first_step_id = trace.first_step_id or self._step_id
-        trace.events.append(
-            ("prefill_chunk", self._time_ns(), {"start": chunk.start, "end": chunk.end, "step_id": self._step_id})
-        )
-
-
-def _has_fixed_edges(order: Prefill, num_prompt_tokens: int) -> bool:
-    """Whether a chunk's edges inside the prompt are at multiples of a block, so that they are the same in any run."""
-    return (order.start % BLOCK_SIZE == 0 or order.start >= num_prompt_tokens) and (
-        order.end % BLOCK_SIZE == 0 or order.end >= num_prompt_tokens
-    )
 
 
 def _prompt_logprobs(chunk: Chunk, logits: torch.Tensor) -> LogprobItem:

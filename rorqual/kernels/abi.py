@@ -77,4 +77,24 @@ class MoePermuteArgs(ctypes.Structure):
 # ---- step state ----
 
 
+class ScatterWordsArgs(ctypes.Structure):
+    _fields_: ClassVar = _fields(ptr="words changes", i32="num_changes")
+
+
+class StepPrepareArgs(ctypes.Structure):
+    _fields_: ClassVar = _fields(
+        ptr="slots state block_tables embedding x positions slot_mapping kv_lens row_tables new_positions active",
+        i64="block_table_stride row_table_stride",
+        i32="num_rows num_compute_rows hidden",
+    )
+
+
+class StepAdvanceArgs(ctypes.Structure):
+    _fields_: ClassVar = _fields(ptr="state slots tokens sound active results", i32="num_rows")
+
+
+class EmbedArgs(ctypes.Structure):
+    _fields_: ClassVar = _fields(ptr="x embedding token_ids", i32="num_rows hidden")
+
+
 # ---- linear ----

@@ -12,7 +12,8 @@ import pytest
 
 from executor.link import LinkRefusedError, SchedulerLink
 from executor.model.batch import ForwardBatch
-from executor.step_loop import StepLimits, StepLoop
+from executor.order_loop import StepLimits
+from executor.step_loop import StepLoop
 from rorqual.core.errors import PreconditionError
 from rorqual.v1 import common_pb2, executor_pb2
 from tests.support.executor_fakes import (

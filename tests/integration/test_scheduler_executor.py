@@ -14,8 +14,9 @@ import torch
 
 from executor.kv_cache import LatentCache
 from executor.model.deepseek import DeepseekModel
+from executor.order_loop import StepLimits
 from executor.orders import OrderError, read_batch
-from executor.step_loop import StepLimits, StepLoop
+from executor.step_loop import StepLoop
 from executor.weights import load_model
 from rorqual.core.token_ids import pack_token_ids, unpack_token_ids
 from rorqual.v1 import common_pb2, executor_pb2, generation_pb2

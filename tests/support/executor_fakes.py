@@ -15,8 +15,9 @@ import torch
 
 from executor.inventory import InventoryEntry
 from executor.model.batch import BLOCK_SIZE, Form, ForwardBatch
+from executor.order_loop import StepLimits
 from executor.orders import OrderBatch, read_batch
-from executor.step_loop import StepLimits, StepLoop
+from executor.step_loop import StepLoop
 from rorqual.core.token_ids import pack_token_ids, unpack_token_ids, unpack_uint64
 from rorqual.rpc.server import RpcServer
 from rorqual.v1 import common_pb2, executor_pb2, executor_pb2_grpc

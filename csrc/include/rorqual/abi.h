@@ -122,6 +122,52 @@ int rorqual_moe_permute(const RorqualMoePermute* args, void* stream);
 
 /* ---- step state ---- */
 
+typedef struct {
+  void* words;         /* i32 */
+  const void* changes; /* i32 [num_changes, 2]: index into words, new value; no index twice */
+  int32_t num_changes;
+} RorqualScatterWords;
+int rorqual_scatter_words(const RorqualScatterWords* args, void* stream);
+
+/* State of a sequence, 16 words: token, position, limit, max_total, active, 3 unused, 8 stop token ids (-1: none). */
+typedef struct {
+  const void* slots;        /* i32 [num_rows]: a row's place in the state; -1 = padding */
+  const void* state;        /* i32 [num_slots, 16] */
+  const void* block_tables; /* i32 [num_slots, block_table_stride] */
+  const void* embedding;    /* bf16 [vocab, hidden] */
+  void* x;                  /* bf16 [num_compute_rows, hidden] */
+  void* positions;          /* i64 [num_compute_rows] */
+  void* slot_mapping;       /* i64 [num_compute_rows]; -1 where a row does not run (its end, or its limit, is reached) */
+  void* kv_lens;            /* i32 [num_compute_rows]; 0 there */
+  void* row_tables;         /* i32 [num_compute_rows, row_table_stride] */
+  void* new_positions;      /* i32 [num_rows]: the position of the token to be chosen */
+  void* active;             /* u8 [num_rows] */
+  int64_t block_table_stride, row_table_stride;
+  int32_t num_rows;         /* rows that choose a token */
+  int32_t num_compute_rows; /* the first of them, whose newest token is computed in this step's decode form */
+  int32_t hidden;
+} RorqualStepPrepare;
+int rorqual_step_prepare(const RorqualStepPrepare* args, void* stream);
+
+typedef struct {
+  void* state;        /* i32 [num_slots, 16] */
+  const void* slots;  /* i32 [num_rows] */
+  const void* tokens; /* i32 [num_rows]: chosen */
+  const void* sound;  /* u8 [num_rows]: 0 where there was nothing to choose from */
+  const void* active; /* u8 [num_rows] */
+  void* results;      /* i32 [num_rows]: the token; -1: the row did not run; -2: not sound, and ended */
+  int32_t num_rows;
+} RorqualStepAdvance;
+int rorqual_step_advance(const RorqualStepAdvance* args, void* stream);
+
+typedef struct {
+  void* x;               /* bf16 [num_rows, hidden] */
+  const void* embedding; /* bf16 [vocab, hidden] */
+  const void* token_ids; /* i32 [num_rows] */
+  int32_t num_rows, hidden;
+} RorqualEmbed;
+int rorqual_embed(const RorqualEmbed* args, void* stream);
+
 
 /* ---- linear ---- */
 

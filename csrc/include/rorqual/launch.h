@@ -121,6 +121,38 @@ cudaError_t launch_moe_permute(const MoePermuteParams& p, cudaStream_t stream);
 
 // ---- step state ----
 
+struct StepPrepareParams {
+  const int* slots;           // [num_rows]: the sequence's place in the state, -1 = padding
+  const int* state;           // [num_slots, 16], words as in step_state.cu
+  const int* block_tables;    // [num_slots, block_table_stride]
+  const __nv_bfloat16* embedding;  // [vocab, hidden]
+  __nv_bfloat16* x;           // [num_compute_rows, hidden]
+  int64_t* positions;         // [num_compute_rows]
+  int64_t* slot_mapping;      // [num_compute_rows], -1 where the row does not run
+  int* kv_lens;               // [num_compute_rows], 0 where the row does not run
+  int* row_tables;            // [num_compute_rows, row_table_stride]
+  int* new_positions;         // [num_rows]: position of the token that the row will choose
+  uint8_t* active;            // [num_rows]
+  int64_t block_table_stride, row_table_stride;
+  int num_rows, num_compute_rows, hidden;
+};
+cudaError_t launch_step_prepare(const StepPrepareParams& p, cudaStream_t stream);
+
+struct StepAdvanceParams {
+  int* state;            // [num_slots, 16]
+  const int* slots;      // [num_rows]
+  const int* tokens;     // [num_rows]
+  const uint8_t* sound;  // [num_rows]
+  const uint8_t* active; // [num_rows]
+  int* results;          // [num_rows]: the token, -1 = the row did not run, -2 = its logits were not finite
+  int num_rows;
+};
+cudaError_t launch_step_advance(const StepAdvanceParams& p, cudaStream_t stream);
+
+cudaError_t launch_scatter_words(int* words, const int* changes, int num_changes, cudaStream_t stream);
+cudaError_t launch_embed(__nv_bfloat16* x, const __nv_bfloat16* embedding, const int* token_ids, int num_rows, int hidden,
+                         cudaStream_t stream);
+
 
 // ---- linear ----
 
