@@ -36,6 +36,8 @@ def chat_command(body: ChatBody, request_id: str) -> text_pb2.TextCommand:
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     request = chat_request(body)
     request.options.CopyFrom(text_options(body, request_id, max_tokens))
+    if body.parallel_tool_calls is not None:
+        request.parallel_tool_calls = body.parallel_tool_calls
     if body.logprobs:
         request.options.sampling.logprobs = body.top_logprobs or 0
     elif body.top_logprobs:

@@ -10,15 +10,23 @@ import msgspec
 from rorqual.core.errors import InvalidRequestError
 from rorqual.v1 import text_pb2
 
-from .fields import invalid, refuse
+from .fields import invalid
 from .schema import ChatBody, ContentPart, Message, TokenizeBody, ToolSpec
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "latest_reminder")
 
 PART_SEPARATOR = "\n"
 """Several text parts of one message are joined by this, for every role."""
 
 MAX_TOOLS = 1024
+
+_CHOICE_MODES = {
+    "none": text_pb2.TOOL_CHOICE_MODE_NONE,
+    "auto": text_pb2.TOOL_CHOICE_MODE_AUTO,
+    "required": text_pb2.TOOL_CHOICE_MODE_REQUIRED,
+}
+
+_encode = msgspec.json.encode
 
 
 def chat_request(body: ChatBody | TokenizeBody) -> text_pb2.ChatRequest:
@@ -27,9 +35,11 @@ def chat_request(body: ChatBody | TokenizeBody) -> text_pb2.ChatRequest:
         raise invalid("messages", "it must not be empty")
     request = text_pb2.ChatRequest(
         messages=_messages(body.messages),
-        tools=_tools(body.tools or (), body.tool_choice),
+        tools=_tools(body.tools or ()),
+        tool_choice=_tool_choice(body.tool_choice, body.tools or ()),
         continue_final_message=bool(body.continue_final_message),
-        chat_template_kwargs_json=_template_variables(body),
+        chat_template_kwargs_json=_encode(body.chat_template_kwargs).decode() if body.chat_template_kwargs else "",
+        reasoning_effort=body.reasoning_effort or "",
     )
     if body.add_generation_prompt is not None:
         request.add_generation_prompt = body.add_generation_prompt
@@ -40,13 +50,6 @@ def chat_request(body: ChatBody | TokenizeBody) -> text_pb2.ChatRequest:
             raise invalid("continue_final_message", "add_generation_prompt must be false beside it")
         request.add_generation_prompt = False
     return request
-
-
-def _template_variables(body: ChatBody | TokenizeBody) -> str:
-    variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", body.reasoning_effort)
-    return msgspec.json.encode(variables).decode() if variables else ""
 
 
 def _messages(messages: Sequence[Message]) -> list[text_pb2.ChatMessage]:
@@ -77,7 +80,9 @@ def _message(message: Message, here: str) -> text_pb2.ChatMessage:
             if call.type not in (None, "function"):
                 raise invalid(f"{here}.tool_calls[{index}].type", f"it must be 'function', got {call.type!r}")
             proto.tool_calls.add(
-                id=call.id or "", name=call.function.name, arguments_json=call.function.arguments or ""
+                id=call.id or "",
+                name=call.function.name,
+                arguments_json=_arguments(call.function.arguments, f"{here}.tool_calls[{index}].function.arguments"),
             )
         content = content or (None if proto.tool_calls else "")  # null, absent, "" and [] mean the same beside calls
     elif content is None:
@@ -110,13 +115,43 @@ def _part(part: ContentPart, here: str) -> str:
     )
 
 
-def _tools(tools: Sequence[ToolSpec], choice: Any) -> list[text_pb2.Tool]:
-    if choice not in (None, "none", "auto"):
-        raise refuse("tool_choice", "tool_choice must be 'none' or 'auto': forcing a call is not supported here")
+def _arguments(arguments: Any, here: str) -> str:
+    """A call's arguments as the template inserts them: a string as it is, an object as compact JSON."""
+    if arguments is None:
+        return ""
+    if isinstance(arguments, str):
+        return arguments
+    if not isinstance(arguments, dict):
+        raise invalid(here, f"it must be a string that holds a JSON object, got {type(arguments).__name__}")
+    return _encode(arguments).decode()
+
+
+def _tools(tools: Sequence[ToolSpec]) -> list[text_pb2.Tool]:
     if len(tools) > MAX_TOOLS:
         raise invalid("tools", f"at most {MAX_TOOLS} tools are taken, got {len(tools)}")
-    protos = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
-    return [] if choice == "none" else protos
+    return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+
+
+def _tool_choice(choice: Any, tools: Sequence[ToolSpec]) -> text_pb2.ToolChoice | None:
+    """OpenAI's tool_choice: a word, or an object that names a function."""
+    if choice is None:
+        return None
+    if choice in ("none", "auto"):
+        return text_pb2.ToolChoice(mode=_CHOICE_MODES[choice])
+    if not tools:
+        raise invalid("tool_choice", "a call can only be demanded where there are tools")
+    if choice == "required":
+        return text_pb2.ToolChoice(mode=_CHOICE_MODES[choice])
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise invalid(
+            "tool_choice",
+            'it must be \'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": …}}',
+        )
+    if all(tool.function is None or tool.function.name != name for tool in tools):
+        raise invalid("tool_choice", f"none of the tools is called {name[:64]!r}")
+    return text_pb2.ToolChoice(function_name=name)
 
 
 def _tool(tool: ToolSpec, here: str) -> text_pb2.Tool:

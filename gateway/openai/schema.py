@@ -64,7 +64,7 @@ class ContentPart(msgspec.Struct):
 
 class FunctionCall(msgspec.Struct):
     name: str
-    arguments: str | None = None
+    arguments: Any = None  # a string that holds JSON, or the object itself
 
 
 class ToolCall(msgspec.Struct):
@@ -101,6 +101,7 @@ class ChatBody(GenerationFields, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     tools: list[ToolSpec] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

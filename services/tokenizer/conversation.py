@@ -50,11 +50,16 @@ def read_conversation(request: text_pb2.ChatRequest) -> Conversation:
     add_prompt = request.add_generation_prompt if request.HasField("add_generation_prompt") else True
     return Conversation(
         messages=messages,
-        tools=_read_tools(request.tools) if request.tools else None,
-        variables=_read_variables(request.chat_template_kwargs_json),
+        tools=_read_tools(request.tools) if may_call(request) else None,
+        variables=_read_variables(request),
         add_generation_prompt=add_prompt and not request.continue_final_message,
         continue_final_message=request.continue_final_message,
     )
+
+
+def may_call(request: text_pb2.ChatRequest) -> bool:
+    """Whether the model is shown tools."""
+    return bool(request.tools) and request.tool_choice.mode != text_pb2.TOOL_CHOICE_MODE_NONE
 
 
 def _invalid(field: str, message: str) -> InvalidRequestError:
@@ -124,10 +129,11 @@ def _read_tools(tools: Sequence[text_pb2.Tool]) -> list[dict[str, Any]]:
     return result
 
 
-def _read_variables(source: str) -> dict[str, Any]:
-    if not source:
-        return {}
-    variables = _read_json_object(source, "chat_template_kwargs")
+def _read_variables(request: text_pb2.ChatRequest) -> dict[str, Any]:
+    source = request.chat_template_kwargs_json
+    variables = _read_json_object(source, "chat_template_kwargs") if source else {}
+    if request.reasoning_effort:
+        variables.setdefault("reasoning_effort", request.reasoning_effort)
     for name in _RESERVED:
         if name in variables:
             raise _invalid("chat_template_kwargs", f"chat_template_kwargs cannot set {name!r}: the request has it")

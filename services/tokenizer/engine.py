@@ -41,6 +41,7 @@ from rorqual.v1 import common_pb2, text_pb2
 
 from .checkpoint import TextCheckpoint
 from .choice import ChoiceRules
+from .conversation import may_call
 from .link import SchedulerLink
 from .logprob_text import LogprobWriter
 from .model_watch import ModelWatch
@@ -348,7 +349,7 @@ class TextEngine:
 
 def _check_tools(request: text_pb2.ChatRequest) -> None:
     """UNSUPPORTED_TOOLS: without a parser a call would come back as content, and the caller would take it for an answer."""
-    if request.tools:
+    if may_call(request):
         raise InvalidRequestError(
             "tools: calls of functions are not read from this model's text here yet; leave tools out, or forbid them "
             "(OpenAI's tool_choice: 'none')",

@@ -128,8 +128,78 @@ def test_tools_reach_the_template_with_their_schema_as_written() -> None:
     assert bare.parameters_json == ""
 
 
-def test_tool_choice_none_hides_the_tools() -> None:
-    assert list(chat_request(tools=[TOOL], tool_choice="none").tools) == []
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "mode"),
+    [
+        ("none", text_pb2.TOOL_CHOICE_MODE_NONE),
+        ("auto", text_pb2.TOOL_CHOICE_MODE_AUTO),
+        ("required", text_pb2.TOOL_CHOICE_MODE_REQUIRED),
+    ],
+)
+def test_tool_choice_in_a_word(choice: str, mode: int) -> None:
+    request = chat_request(tools=[TOOL], tool_choice=choice)
+    assert request.tool_choice.mode == mode
+    assert [tool.name for tool in request.tools] == ["f"]
+
+
+def test_tool_choice_by_name_and_calls_one_at_a_time() -> None:
+    request = chat_request(tools=[TOOL], tool_choice=NAMED, parallel_tool_calls=False)
+    assert request.tool_choice.function_name == "f"
+    assert request.HasField("parallel_tool_calls")
+    assert not request.parallel_tool_calls
+    plain = chat_request(tools=[TOOL])
+    assert not plain.HasField("tool_choice")
+    assert not plain.HasField("parallel_tool_calls")
+
+
+@pytest.mark.parametrize(
+    ("choice", "tools"),
+    [
+        ("required", None),
+        ("required", []),
+        (NAMED, None),
+        ({"type": "function", "function": {"name": "g"}}, [TOOL]),
+        ({"type": "function", "function": {}}, [TOOL]),
+        ({"type": "function"}, [TOOL]),
+        ({"type": "custom", "custom": {"name": "f"}}, [TOOL]),
+        ("any", [TOOL]),
+        (7, [TOOL]),
+        (["f"], [TOOL]),
+    ],
+)
+def test_a_tool_choice_that_cannot_be(choice: Any, tools: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        chat_request(tools=tools, tool_choice=choice)
+    assert caught.value.field == "tool_choice"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"city": "Paris"}', '{"city": "Paris"}'),
+        ({"city": "Paris", "days": 2}, '{"city":"Paris","days":2}'),
+        ({"ü": [1.0, None]}, '{"ü":[1.0,null]}'),
+        ({}, "{}"),
+        ("not json", "not json"),
+        ("", ""),
+        (None, ""),
+    ],
+)
+def test_arguments_of_an_earlier_call_as_text_or_as_an_object(arguments: Any, expected: str) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    (message,) = chat_request(messages=[{"role": "assistant", "tool_calls": [call]}]).messages
+    assert message.tool_calls[0].arguments_json == expected
+
+
+@pytest.mark.parametrize("arguments", [42, [1], True])
+def test_arguments_that_are_neither_are_refused_by_name(arguments: Any) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    with pytest.raises(InvalidRequestError) as caught:
+        chat_request(messages=[{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}])
+    assert caught.value.field == "messages[1].tool_calls[0].function.arguments"
 
 
 def test_how_the_template_ends() -> None:
@@ -142,8 +212,9 @@ def test_how_the_template_ends() -> None:
 
 def test_template_variables() -> None:
     request = chat_request(chat_template_kwargs={"thinking": True}, reasoning_effort="high")
-    assert json.loads(request.chat_template_kwargs_json) == {"thinking": True, "reasoning_effort": "high"}
-    assert chat_request().chat_template_kwargs_json == ""
+    assert json.loads(request.chat_template_kwargs_json) == {"thinking": True}
+    assert request.reasoning_effort == "high"
+    assert chat_request().chat_template_kwargs_json == chat_request().reasoning_effort == ""
 
 
 def test_prompts_in_all_forms() -> None:
