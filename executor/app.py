@@ -25,7 +25,7 @@ from rorqual.v1 import common_pb2, executor_pb2
 
 from .kv_cache import LatentCache
 from .link import PROTOCOL_VERSION, SchedulerLink
-from .memory import CachePlan, Ledger, cache_memory, device_name, plan_cache, total_bytes, used_bytes
+from .memory import TOLERANCE, CachePlan, Ledger, MemoryMeter, cache_memory, device_name, plan_cache, total_bytes
 from .model.batch import Form, build_batch
 from .model.config import ModelConfig, load_config
 from .model.deepseek import DeepseekModel
@@ -50,7 +50,7 @@ class Prepared:
     cache: LatentCache
     plan: CachePlan
     fingerprint: bytes
-    weights_bytes: int
+    meter: MemoryMeter
 
 
 def prepare(config: ExecutorConfig) -> Prepared:
@@ -68,7 +68,7 @@ def prepare(config: ExecutorConfig) -> Prepared:
             field="max_model_len",
         )
     dtype = resolve_dtype(config.dtype, device)
-    before, started_s = used_bytes(device), time.monotonic()
+    meter, started_s = MemoryMeter.of(device), time.monotonic()
     with (
         _progress_bar() as progress,
         open_source(
@@ -87,7 +87,9 @@ def prepare(config: ExecutorConfig) -> Prepared:
         extra={"random_numbers": device.type} if is_dummy else None,
     )
     gc.collect()
-    weights_bytes = max(used_bytes(device) - before, 0)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading passed through
+    meter.close("weights")
     plan = plan_cache(
         block_bytes=LatentCache.block_bytes(model.config, dtype),
         max_num_seqs=config.max_num_seqs,
@@ -95,6 +97,7 @@ def prepare(config: ExecutorConfig) -> Prepared:
         is_len_fixed=is_len_fixed,
         kv_cache_bytes=config.kv_cache_bytes,
         memory_bytes=cache_memory(device, config.gpu_memory_utilization),
+        takes_all=device.type == "cuda",
     )
     if plan.max_model_len < max_model_len:
         _log.warning(
@@ -103,6 +106,7 @@ def prepare(config: ExecutorConfig) -> Prepared:
             max_model_len,
         )
     cache = LatentCache(model.config, plan.num_blocks, dtype=dtype, device=device)
+    meter.close("kv_cache", cache.bytes_per_block * cache.num_blocks)
     gc.freeze()  # nothing of the model will ever be garbage: collections need not look at it
     _log.info(
         "loaded %s from %s in %.1f s: %s, fingerprint %s",
@@ -117,7 +121,7 @@ def prepare(config: ExecutorConfig) -> Prepared:
         cache=cache,
         plan=plan,
         fingerprint=fingerprint,
-        weights_bytes=weights_bytes,
+        meter=meter,
     )
 
 
@@ -141,12 +145,11 @@ def num_threads(config: ExecutorConfig) -> int:
     return config.num_threads or len(os.sched_getaffinity(0))
 
 
-def warm_up(model: DeepseekModel, cache: LatentCache) -> int:
-    """One prefill and two decode steps on blocks that nobody holds yet; returns bytes of workspace this left behind.
+def warm_up(model: DeepseekModel, cache: LatentCache) -> None:
+    """One prefill and two decode steps on blocks that nobody holds yet.
 
     Runs on the loop's thread, whose pool of compute threads it also starts.
     """
-    before = used_bytes(cache.device)
     table = torch.arange(min(2, cache.num_blocks), dtype=torch.int32)
     length = min(BLOCK_SIZE, cache.num_blocks * BLOCK_SIZE - 1)
     tokens = [i % model.config.vocab_size for i in range(length)]
@@ -157,7 +160,6 @@ def warm_up(model: DeepseekModel, cache: LatentCache) -> int:
         build_batch([one, ([2], 3, table, Form.DECODE)]),
     ):
         model.forward(batch, cache)
-    return max(used_bytes(cache.device) - before, 0)
 
 
 async def serve(config: ExecutorConfig, prepared: Prepared, stop: asyncio.Event, ready_file: str = "") -> None:
@@ -181,14 +183,10 @@ async def serve(config: ExecutorConfig, prepared: Prepared, stop: asyncio.Event,
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     tasks: list[asyncio.Future[Any]] = []
     try:
-        workspace_bytes = await asyncio.wrap_future(loop.start(lambda: warm_up(model, cache)))
-        ledger = Ledger(
-            weights=prepared.weights_bytes,
-            workspace=workspace_bytes,
-            kv_cache=cache.bytes_per_block * cache.num_blocks,
-        )
-        for line in ledger.lines():
-            _log.info("memory: %s", line)
+        await asyncio.wrap_future(loop.start(lambda: warm_up(model, cache)))
+        prepared.meter.close("workspace")
+        ledger = prepared.meter.ledger()
+        log_ledger(ledger)
         hello = make_hello(
             config,
             model.config,
@@ -232,6 +230,17 @@ async def serve(config: ExecutorConfig, prepared: Prepared, stop: asyncio.Event,
         await asyncio.to_thread(telemetry.shutdown)
 
 
+def log_ledger(ledger: Ledger) -> None:
+    for line in ledger.lines():
+        _log.info("memory: %s", line)
+    if not ledger.is_true:
+        _log.warning(
+            "memory: the entries differ from what the driver shows by more than %d %%: something outside the step "
+            "loop takes memory, or another process started on the device meanwhile",
+            round(100 * TOLERANCE),
+        )
+
+
 def make_hello(
     config: ExecutorConfig,
     model: ModelConfig,
@@ -271,7 +280,13 @@ def make_hello(
         rank=0,
         group_size=1,
         memory=executor_pb2.MemoryLedger(
-            weights_bytes=ledger.weights, workspace_bytes=ledger.workspace, kv_cache_bytes=ledger.kv_cache
+            weights_bytes=ledger.weights,
+            workspace_bytes=ledger.workspace,
+            graphs_bytes=ledger.graphs,
+            kv_cache_bytes=ledger.kv_cache,
+            context_bytes=ledger.context,
+            other_bytes=ledger.other,
+            device_used_bytes=ledger.device_used,
         ),
     )
 

@@ -62,16 +62,22 @@ class DeviceInfo(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., name: _Optional[str] = ..., memory_bytes: _Optional[int] = ...) -> None: ...
 
 class MemoryLedger(_message.Message):
-    __slots__ = ("weights_bytes", "workspace_bytes", "graphs_bytes", "kv_cache_bytes")
+    __slots__ = ("weights_bytes", "workspace_bytes", "graphs_bytes", "kv_cache_bytes", "context_bytes", "other_bytes", "device_used_bytes")
     WEIGHTS_BYTES_FIELD_NUMBER: _ClassVar[int]
     WORKSPACE_BYTES_FIELD_NUMBER: _ClassVar[int]
     GRAPHS_BYTES_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OTHER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     weights_bytes: int
     workspace_bytes: int
     graphs_bytes: int
     kv_cache_bytes: int
-    def __init__(self, weights_bytes: _Optional[int] = ..., workspace_bytes: _Optional[int] = ..., graphs_bytes: _Optional[int] = ..., kv_cache_bytes: _Optional[int] = ...) -> None: ...
+    context_bytes: int
+    other_bytes: int
+    device_used_bytes: int
+    def __init__(self, weights_bytes: _Optional[int] = ..., workspace_bytes: _Optional[int] = ..., graphs_bytes: _Optional[int] = ..., kv_cache_bytes: _Optional[int] = ..., context_bytes: _Optional[int] = ..., other_bytes: _Optional[int] = ..., device_used_bytes: _Optional[int] = ...) -> None: ...
 
 class CacheGroup(_message.Message):
     __slots__ = ("name", "block_size", "block_bytes", "num_blocks", "window", "prefix_multiple", "slots_per_sequence")

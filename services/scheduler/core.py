@@ -123,6 +123,10 @@ class SchedulerCore:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
+    def executor(self, link_id: int) -> ExecutorState | None:
+        """The executor of a link that is connected."""
+        return self._executors.get(link_id)
+
     def occupancy(self) -> Occupancy:
         executors = self._executors.values()
         num_running = sum(executor.num_running for executor in executors)

@@ -20,6 +20,7 @@ from rorqual.v1 import executor_pb2, generation_pb2
 
 from .core import CoreConfig, Effects, SchedulerCore
 from .events import Cancel, Event, ExecutorConnected, ExecutorLost, Open, Tick
+from .executor_state import ExecutorState
 from .metrics import CoreMetrics
 from .outbox import Outbox
 from .peer import Link, Peer
@@ -121,7 +122,7 @@ class Engine:
         for other in self._links.values():
             if other.name == spec.executor_id:
                 other.fail(UnavailableError("the same executor has opened another link"))
-        link = Link(link_id, spec.executor_id, self.now_s(), self.core)
+        link = Link(link_id, hello, self.now_s(), self.core)
         self._links[link_id] = link
         self.register(link)
         try:
@@ -143,6 +144,11 @@ class Engine:
         )
         self.on_num_executors(self.core.occupancy().num_executors)
         return link
+
+    def executors(self) -> list[tuple[executor_pb2.Hello, ExecutorState]]:
+        """Those connected, in the order in which they came: what each said of itself, and how it stands."""
+        states = [(link.hello, self.core.executor(link_id)) for link_id, link in self._links.items()]
+        return [(hello, state) for hello, state in states if state is not None]
 
     def report(self, link: Link, proto: executor_pb2.Report) -> None:
         """What an executor did. InvalidRequestError for columns that do not fit together."""

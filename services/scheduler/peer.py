@@ -32,9 +32,13 @@ class Peer(ABC):
 class Link(Peer):
     """One executor's connection. Batches are built when its wire is free."""
 
-    def __init__(self, link_id: int, name: str, now_s: float, core: SchedulerCore) -> None:
-        super().__init__(name, now_s, must_beat=True)
+    def __init__(self, link_id: int, hello: executor_pb2.Hello, now_s: float, core: SchedulerCore) -> None:
+        """`hello`: as the executor said it; its inventory is not kept."""
+        super().__init__(hello.executor_id, now_s, must_beat=True)
         self.link_id = link_id
+        self.hello = executor_pb2.Hello()
+        self.hello.CopyFrom(hello)
+        self.hello.ClearField("inventory")
         self.error: BaseException | None = None
         self._core = core
         self._ready = asyncio.Event()

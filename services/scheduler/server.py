@@ -10,13 +10,14 @@ import grpc
 from rorqual.core.config import SchedulerConfig
 from rorqual.rpc.server import RpcServer
 from rorqual.telemetry import Telemetry
-from rorqual.v1 import executor_pb2_grpc, generation_pb2_grpc
+from rorqual.v1 import admin_pb2_grpc, executor_pb2_grpc, generation_pb2_grpc
 
+from .admin_service import AdminServicer
 from .engine import Engine
 from .executor_link import ExecutorLinkServicer
 from .generation_service import GenerationServicer
 
-SERVICE_NAMES = ("rorqual.v1.GenerationService", "rorqual.v1.ExecutorLinkService")
+SERVICE_NAMES = ("rorqual.v1.GenerationService", "rorqual.v1.ExecutorLinkService", "rorqual.v1.AdminService")
 
 
 class SchedulerServer:
@@ -33,6 +34,7 @@ class SchedulerServer:
     def _add_services(self, server: grpc.aio.Server) -> None:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(self.engine), server)
         executor_pb2_grpc.add_ExecutorLinkServiceServicer_to_server(ExecutorLinkServicer(self.engine), server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.engine), server)
 
     def _on_num_executors(self, num_executors: int) -> None:
         self._num_executors = num_executors

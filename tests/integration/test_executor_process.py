@@ -168,7 +168,7 @@ def test_a_copied_block_is_as_good_as_a_computed_one(deterministic: Prepared) ->
 
 def test_the_default_mode_serves_the_same_histories(model_folder: Path) -> None:
     prepared = prepare(settings(model_folder))
-    assert warm_up(prepared.model, prepared.cache) >= 0
+    warm_up(prepared.model, prepared.cache)
     tokens = prompt(100, 4)
     expected = alone(prepared, tokens, 130, temperature=0.0, logprobs=2, prompt_logprobs=0)
     d = driven(prepared)

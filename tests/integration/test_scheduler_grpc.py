@@ -18,7 +18,15 @@ from rorqual.core.token_ids import pack_token_ids, unpack_token_ids
 from rorqual.rpc.channel import open_channel
 from rorqual.rpc.status import from_rpc_error
 from rorqual.telemetry import Telemetry
-from rorqual.v1 import common_pb2, executor_pb2, executor_pb2_grpc, generation_pb2, generation_pb2_grpc
+from rorqual.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    common_pb2,
+    executor_pb2,
+    executor_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+)
 from services.scheduler.server import SchedulerServer
 from tests.support.sim_executor import SimConfig, SimExecutor, SimExecutorLink, expected_tokens
 
@@ -553,3 +561,27 @@ async def test_one_trace_a_request() -> None:
     metrics = {m.name: m for m in telemetry.registry.collect()}
     tokens = metrics["rorqual_scheduler_generated_tokens"].samples[0]
     assert tokens.value == 100
+
+
+async def test_list_executors_tells_where_memory_went_and_what_is_free(stack: Stack) -> None:
+    admin = admin_pb2_grpc.AdminServiceStub(stack.channel)
+    assert (await admin.ListExecutors(admin_pb2.ListExecutorsRequest())).executors == []
+    first = await stack.executor(num_blocks=12)
+    await stack.executor(num_blocks=20, step_time_s=0.02)
+    stream = stack.stub.Generate(request(num_prompt=1000, max_tokens=200))  # room only where 20 blocks are
+    await stream.read()
+    await stream.read()
+    one, two = (await admin.ListExecutors(admin_pb2.ListExecutorsRequest())).executors
+    assert (one.executor_id, one.device.name) == ("sim-0", "simulated")
+    assert (one.num_total_blocks, one.num_free_blocks, one.num_running) == (12, 12, 0)
+    assert one.cache_groups[0].num_blocks == 12
+    assert one.memory.kv_cache_bytes == 12 * one.cache_groups[0].block_bytes > 0
+    assert one.model.vocab_size == VOCAB
+    assert (two.executor_id, two.num_total_blocks, two.num_running) == ("sim-1", 20, 1)
+    assert two.num_free_blocks <= 20 - 16
+    stream.cancel()
+    await stack.all_blocks_return()
+    await first.stop()
+    await stack.until(lambda i: i.num_executors == 1)
+    (left,) = (await admin.ListExecutors(admin_pb2.ListExecutorsRequest())).executors
+    assert left.executor_id == "sim-1"

@@ -164,6 +164,7 @@ class SimExecutor:
             max_num_batched_tokens=c.max_num_batched_tokens,
             num_draft_tokens=c.num_draft_tokens,
             group_size=1,
+            memory=executor_pb2.MemoryLedger(kv_cache_bytes=c.num_blocks * BLOCK_BYTES),
             inventory=[
                 executor_pb2.CachedBlocks(
                     group_idx=0,
