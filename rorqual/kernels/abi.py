@@ -69,6 +69,21 @@ class MoePermuteArgs(ctypes.Structure):
 
 
 # ---- prefill ----
+class MlaPrefillArgs(ctypes.Structure):
+    _fields_: ClassVar = _fields(
+        ptr="out lse state plan q kv k_pe",
+        i64="q_token_stride q_head_stride kv_token_stride kv_head_stride k_pe_stride out_token_stride out_head_stride",
+        i32="num_tokens num_keys num_heads num_tiles heads_per_group take_turns",
+        f32="softmax_scale",
+    )
+
+
+class GatherLatentsArgs(ctypes.Structure):
+    _fields_: ClassVar = _fields(
+        ptr="out cache block_tables k_starts",
+        i64="cache_block_stride block_table_stride",
+        i32="num_rows batch key_begin",
+    )
 
 
 # ---- sampling ----

@@ -116,6 +116,40 @@ int rorqual_moe_permute(const RorqualMoePermute* args, void* stream);
 
 /* ---- prefill ---- */
 
+/* Causal attention of packed sequences. The plan is i32 [8 + 8 * num_tiles]: a word that must be zero and is zero
+ * again afterwards (so one call at a time uses a plan), seven unused, then for each tile of at most 128 query rows,
+ * heaviest first: its first row of q; its number of rows; how many of the sequence's keys its first row attends to (a
+ * row more, a key more); the row of kv where the sequence's key 0 would lie (negative if a slab begins later); the keys
+ * [begin, end) it reads now, begin a multiple of 128; the end of the keys that kv holds for the sequence; 1 (it begins
+ * here, else it goes on from state) + 2 (it ends here: out is written, else state). */
+typedef struct {
+  void* out;         /* bf16 [num_tokens, num_heads, 128] */
+  void* lse;         /* f32 [num_tokens, num_heads] or NULL */
+  void* state;       /* f32 [num_tokens, num_heads, 136]; may be NULL if every tile begins and ends in this call */
+  void* plan;
+  const void* q;     /* bf16 [num_tokens, num_heads, 192] */
+  const void* kv;    /* bf16 [num_keys, num_heads, 256]: of each head 128 of key, then 128 of value */
+  const void* k_pe;  /* bf16 [num_keys, 64]: the last 64 of every head's key */
+  int64_t q_token_stride, q_head_stride, kv_token_stride, kv_head_stride, k_pe_stride, out_token_stride;
+  int64_t out_head_stride;
+  int32_t num_tokens, num_keys, num_heads, num_tiles;
+  int32_t heads_per_group; /* heads taken together, so that their keys and values stay in L2; 0: chosen by num_keys */
+  int32_t take_turns;      /* 1: the warpgroups issue their products in turn */
+  float softmax_scale;
+} RorqualMlaPrefill;
+int rorqual_mla_prefill(const RorqualMlaPrefill* args, void* stream);
+
+typedef struct {
+  void* out;                /* bf16 [num_rows, 576]; rows from k_starts[batch] on are left alone */
+  const void* cache;        /* bf16 [num_blocks, 64, 576] */
+  const void* block_tables; /* i32 [batch, *] */
+  const void* k_starts;     /* i32 [batch + 1]: rows [k_starts[s], k_starts[s + 1]) are sequence s's */
+  int64_t cache_block_stride, block_table_stride;
+  int32_t num_rows, batch;
+  int32_t key_begin;        /* the position of every sequence's first row */
+} RorqualGatherLatents;
+int rorqual_gather_latents(const RorqualGatherLatents* args, void* stream);
+
 
 /* ---- sampling ---- */
 

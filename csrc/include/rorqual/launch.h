@@ -114,6 +114,35 @@ cudaError_t launch_moe_permute(const MoePermuteParams& p, cudaStream_t stream);
 
 
 // ---- prefill ----
+inline constexpr int kPrefillTileRows = 128, kPrefillTileKeys = 128;
+inline constexpr int kPrefillTileWords = 8;     // words of a tile in the plan, in abi.h
+inline constexpr int kPrefillStateWords = 136;  // 128 of output, 4 partial sums, the maximum, 3 unused
+inline constexpr int kPrefillFirst = 1, kPrefillLast = 2;
+
+struct MlaPrefillParams {
+  CUtensorMap q_map;     // [num_tokens, num_heads, 192], boxes of 128 rows of 64 columns
+  CUtensorMap kv_map;    // [num_keys, num_heads, 256], the same
+  CUtensorMap k_pe_map;  // [num_keys, 1, 64]
+  __nv_bfloat16* out;    // [num_tokens, num_heads, 128]
+  float* lse;            // [num_tokens, num_heads] or null, natural logarithm
+  float* state;          // [num_tokens, num_heads, 136]; null if every tile is first and last
+  const int* tiles;      // [num_tiles, 8]
+  int* queue;            // one word, zero; zero again afterwards
+  int64_t out_token_stride, out_head_stride;
+  int num_tiles, num_heads, heads_per_group;
+  float scale_log2;  // softmax scale * log2(e)
+};
+cudaError_t launch_mla_prefill(const MlaPrefillParams& p, int num_ctas, bool take_turns, cudaStream_t stream);
+
+struct GatherLatentsParams {
+  __nv_bfloat16* out;          // [num_rows, 576]
+  const __nv_bfloat16* cache;  // [num_blocks, 64, 576]
+  const int* block_tables;     // [batch, block_table_stride]
+  const int* k_starts;         // [batch + 1]
+  int64_t cache_block_stride, block_table_stride;
+  int num_rows, batch, key_begin;
+};
+cudaError_t launch_gather_latents(const GatherLatentsParams& p, cudaStream_t stream);
 
 
 // ---- sampling ----
