@@ -14,7 +14,7 @@ VENV := .venv/bin
 PYTHON_PACKAGES := rorqual services gateway executor
 export PYTHON TORCH_INDEX
 
-.PHONY: help serve test lint types protos check-protos kernels bench-cpu eval-tiny setup setup-dev clean
+.PHONY: help serve test test-gpu lint types protos check-protos kernels bench-cpu bench-gpu eval-tiny setup setup-dev clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -30,6 +30,9 @@ serve: setup  ## start the four processes and serve until Ctrl-C (MODEL=/path/to
 
 test: setup-dev  ## every test that needs no GPU (TESTS=tests/unit for some)
 	@$(VENV)/python -m pytest -m "not gpu" $(TESTS)
+
+test-gpu: setup-dev kernels  ## the tests that need a Hopper GPU (TESTS=tests/gpu/test_moe_route.py for some)
+	@$(VENV)/python -m pytest -m gpu $(or $(TESTS),tests/gpu)
 
 lint: setup-dev  ## ruff: faults and format
 	$(VENV)/ruff check .
@@ -52,6 +55,11 @@ kernels:  ## compile csrc/ where nvcc is
 
 bench-cpu: setup-dev  ## throughput beside transformers, start-up, memory
 	@$(VENV)/python benchmarks/serving/bench_cpu.py $(FLAGS)
+
+bench-gpu: setup-dev kernels  ## kernels against their rooflines, then serving, on one Hopper GPU (FLAGS=--soak=60)
+	@$(VENV)/python benchmarks/kernels/bench.py --out benchmarks/results/h200-kernels.json
+	@$(VENV)/python benchmarks/serving/bench_gpu.py --long --kernels benchmarks/results/h200-kernels.json \
+	    --out benchmarks/results/h200-v2lite.json --plot docs/h200-v2lite.png $(FLAGS)
 
 eval-tiny: setup-dev  ## scores of the embedded model
 	@$(VENV)/python models/tiny/evaluate.py $(FLAGS)
