@@ -3,42 +3,53 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import msgspec
 from prometheus_client.exposition import choose_encoder
 
 from rorqual import __version__
+from rorqual.core.api_keys import read_api_keys
 from rorqual.core.clock import Clock, SystemClock
 from rorqual.core.config import GatewayConfig
 from rorqual.core.errors import CancelledRequestError, InternalError, RorqualError, UnavailableError
 from rorqual.telemetry import Telemetry
 
+from .anthropic import endpoints as messages
+from .anthropic import request as message_request
+from .anthropic.errors import ANTHROPIC_ERRORS
+from .anthropic.schema import MessageObject, TokenCount
 from .asgi import Exchange, Receive, Scope, Send
 from .context import GatewayContext
-from .failures import HttpError, bad_key, failure_of, method_not_allowed, not_found
+from .cors import Cors
+from .failures import HttpError, failure_of, method_not_allowed, not_found
+from .keys import KeyRing
 from .observe import Meters
-from .openai import endpoints
+from .openai import chat, completions, endpoints, response_request
+from .openai.response_schema import ResponseObject
+from .openai.schema import Detokenized, ModelList, ModelObject, Tokenized
+from .openapi import document, page
+from .route import Route
 from .upstream.replicas import ReplicaSet
 
 _log = logging.getLogger(__name__)
 
-Handler = Callable[[GatewayContext, Exchange], Awaitable[None]]
-
 MODELS_PREFIX = "/v1/models/"
+ONE_MODEL = MODELS_PREFIX + "{id}"
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """One path."""
+class Health(msgspec.Struct, omit_defaults=True):
+    """Of the whole chain."""
 
-    method: str
-    handler: Handler
-    needs_key: bool = True
+    status: str
+    tokenizers: dict[str, str]  # what each replica's state is, in words, by address
+    cause: str | None = None
+
+
+class Version(msgspec.Struct):
+    version: str
 
 
 class Gateway:
@@ -51,19 +62,109 @@ class Gateway:
         self.context = GatewayContext(
             config=config, telemetry=telemetry, meters=self._meters, clock=clock, replicas=self.replicas
         )
-        self._key_digests = [hashlib.sha256(key.encode()).digest() for key in config.api_key]
+        self._keys = KeyRing(read_api_keys(config.api_key, config.api_key_file))
+        self._cors = Cors(config.cors_allow_origins)
         self.draining = False
-        self._routes: dict[str, Route] = {
-            "/v1/chat/completions": Route("POST", endpoints.chat_completions),
-            "/v1/completions": Route("POST", endpoints.text_completions),
-            "/v1/models": Route("GET", endpoints.models),
-            "/tokenize": Route("POST", endpoints.tokenize),
-            "/detokenize": Route("POST", endpoints.detokenize),
-            "/health": Route("GET", self._health, needs_key=False),
-            "/health/live": Route("GET", self._live, needs_key=False),
-            "/version": Route("GET", self._version, needs_key=False),
-            "/metrics": Route("GET", self._metrics, needs_key=False),
+        self._routes = self._make_routes()
+
+    def _make_routes(self) -> dict[str, Route]:
+        """Every path. That of one model stands for all of them."""
+        return {
+            "/v1/chat/completions": Route(
+                method="POST",
+                handler=endpoints.chat_completions,
+                summary="Continue a conversation.",
+                reader=chat.READER,
+                streams=True,
+            ),
+            "/v1/completions": Route(
+                method="POST",
+                handler=endpoints.text_completions,
+                summary="Continue a text.",
+                reader=completions.READER,
+                streams=True,
+            ),
+            "/v1/responses": Route(
+                method="POST",
+                handler=endpoints.responses,
+                summary="Continue a conversation, in OpenAI's newer form. Nothing is kept.",
+                reader=response_request.READER,
+                answer=ResponseObject,
+                streams=True,
+            ),
+            "/v1/messages": Route(
+                method="POST",
+                handler=messages.messages,
+                summary="Continue a conversation, in Anthropic's form.",
+                reader=message_request.READER,
+                answer=MessageObject,
+                streams=True,
+                errors=ANTHROPIC_ERRORS,
+            ),
+            "/v1/messages/count_tokens": Route(
+                method="POST",
+                handler=messages.count_tokens,
+                summary="How many tokens a conversation in Anthropic's form has.",
+                reader=message_request.COUNT_READER,
+                answer=TokenCount,
+                errors=ANTHROPIC_ERRORS,
+            ),
+            "/v1/models": Route(
+                method="GET", handler=endpoints.models, summary="The models that can be asked for.", answer=ModelList
+            ),
+            ONE_MODEL: Route(method="GET", handler=endpoints.model, summary="One of them.", answer=ModelObject),
+            "/tokenize": Route(
+                method="POST",
+                handler=endpoints.tokenize,
+                summary="The token ids of a text, or of a conversation as it is rendered.",
+                reader=endpoints.TOKENIZE_READER,
+                answer=Tokenized,
+            ),
+            "/detokenize": Route(
+                method="POST",
+                handler=endpoints.detokenize,
+                summary="The text of token ids, special tokens included.",
+                reader=endpoints.DETOKENIZE_READER,
+                answer=Detokenized,
+            ),
+            "/health": Route(
+                method="GET",
+                handler=self._health,
+                summary="Whether a request would be served now; if not, which part is missing.",
+                needs_key=False,
+                answer=Health,
+            ),
+            "/health/live": Route(
+                method="GET",
+                handler=self._live,
+                summary="Whether this process runs.",
+                needs_key=False,
+            ),
+            "/version": Route(
+                method="GET", handler=self._version, summary="The server's version.", needs_key=False, answer=Version
+            ),
+            "/metrics": Route(
+                method="GET",
+                handler=self._metrics,
+                summary="Metrics for Prometheus.",
+                needs_key=False,
+                content_type="text/plain",
+            ),
+            "/openapi.json": Route(
+                method="GET", handler=self._openapi, summary="This API as an OpenAPI document.", needs_key=False
+            ),
+            "/docs": Route(
+                method="GET",
+                handler=self._docs,
+                summary="The same, to be read.",
+                needs_key=False,
+                content_type="text/html",
+            ),
         }
+
+    @cached_property
+    def _document(self) -> dict[str, Any]:
+        return document(self._routes)
 
     async def start(self) -> None:
         """Begin to look for the tokenizers."""
@@ -94,12 +195,19 @@ class Gateway:
 
     async def _answer(self, exchange: Exchange, route: Route | None) -> None:
         try:
+            exchange.extra_headers.update(self._cors.headers(exchange.headers))
             if route is None:
                 raise not_found(exchange.path)
+            exchange.errors = route.errors
+            if exchange.method == "OPTIONS":
+                allowed = self._cors.preflight(exchange.headers, route.method)
+                if allowed is not None:
+                    await exchange.respond(204, b"", headers=allowed)
+                    return
             if exchange.method != route.method and (exchange.method, route.method) != ("HEAD", "GET"):
                 raise method_not_allowed(exchange.method, exchange.path, route.method)
-            if route.needs_key and self._key_digests:
-                self._check_key(exchange)
+            if route.needs_key and self._keys:
+                exchange.tenant_salt = self._keys.tenant_salt(exchange.headers)
             await route.handler(self.context, exchange)
         except CancelledRequestError:
             pass  # nobody is there to be told
@@ -122,40 +230,33 @@ class Gateway:
         if path in self._routes:
             return path, self._routes[path]
         if path.startswith(MODELS_PREFIX):
-            name = path[len(MODELS_PREFIX) :]
-
-            async def one_model(context: GatewayContext, exchange: Exchange) -> None:
-                await endpoints.model(context, exchange, name)
-
-            return MODELS_PREFIX + "{id}", Route("GET", one_model)
+            return ONE_MODEL, self._routes[ONE_MODEL]
         return "other", None
-
-    def _check_key(self, exchange: Exchange) -> None:
-        scheme, _, key = exchange.headers.get("authorization", "").partition(" ")
-        given = key.strip() if scheme.lower() == "bearer" else ""
-        digest = hashlib.sha256(given.encode("latin-1", "replace")).digest()
-        # All keys are compared, whichever fits: time tells nothing.
-        num_equal = sum(hmac.compare_digest(digest, ours) for ours in self._key_digests)
-        if num_equal == 0:
-            raise bad_key(bool(given))
 
     async def _health(self, context: GatewayContext, exchange: Exchange) -> None:
         """Ready only when the whole chain is: tokenizer, scheduler and executor."""
         causes = self.replicas.causes()
         if self.draining:
-            status, body = 503, {"status": "draining", "cause": "the gateway is shutting down"}
+            status, health = 503, Health("draining", causes, "the gateway is shutting down")
         elif self.replicas.ready:
-            status, body = 200, {"status": "ok"}
+            status, health = 200, Health("ok", causes)
         else:
-            status, body = 503, {"status": "unavailable", "cause": "; ".join(causes.values())}
-        await exchange.respond(status, msgspec.json.encode({**body, "tokenizers": causes}))
+            status, health = 503, Health("unavailable", causes, "; ".join(causes.values()))
+        await exchange.respond(status, msgspec.json.encode(health))
 
     async def _live(self, context: GatewayContext, exchange: Exchange) -> None:
         await exchange.respond(200, b'{"status":"ok"}')
 
     async def _version(self, context: GatewayContext, exchange: Exchange) -> None:
-        await exchange.respond(200, msgspec.json.encode({"version": __version__}))
+        await exchange.respond(200, msgspec.json.encode(Version(__version__)))
 
     async def _metrics(self, context: GatewayContext, exchange: Exchange) -> None:
         encoder, content_type = choose_encoder(exchange.headers.get("accept", ""))
         await exchange.respond(200, encoder(self.context.telemetry.registry), content_type)
+
+    async def _openapi(self, context: GatewayContext, exchange: Exchange) -> None:
+        await exchange.respond(200, msgspec.json.encode(self._document))
+
+    async def _docs(self, context: GatewayContext, exchange: Exchange) -> None:
+        policy = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
+        await exchange.respond(200, page(self._document).encode(), "text/html; charset=utf-8", policy)

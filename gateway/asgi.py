@@ -10,7 +10,7 @@ from typing import Any
 
 from rorqual.core.errors import CancelledRequestError, DeadlineExceededError
 
-from .failures import Failure, body_too_large
+from .failures import OPENAI_ERRORS, ErrorShape, Failure, body_too_large
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -43,6 +43,8 @@ class Exchange:
         self.status = 0  # 0 until the answer has begun
         self.ended = False
         self.extra_headers: dict[str, str] = {}
+        self.errors: ErrorShape = OPENAI_ERRORS
+        self.tenant_salt = ""  # keeps the cached prefixes of the key's tenant apart; "" where no keys are asked for
         self._receive = receive
         self._send = send
 
@@ -68,6 +70,10 @@ class Exchange:
                         return parts[0] if len(parts) == 1 else b"".join(parts)
         except TimeoutError:
             raise DeadlineExceededError(f"the request body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
+
+    def cache_salt(self, asked: str) -> str:
+        """The salt under which prefixes are shared: a client divides its tenant's cache, and reaches no other's."""
+        return f"{self.tenant_salt}:{asked}" if self.tenant_salt and asked else self.tenant_salt or asked
 
     def watch_disconnect(self, on_leave: Callable[[], None]) -> asyncio.Task[None]:
         """Calls `on_leave` when the client goes away before the answer has ended. Cancel the task afterwards."""
@@ -111,10 +117,12 @@ class Exchange:
         """An error answer; in the middle of a stream an error event, then the end."""
         if self.ended:
             return
-        body = failure.body()
+        failure = self.errors.spell(failure)
         if self.status:
-            await self.end_stream(b"data: " + body + b"\n\n")
-        elif failure.status == 413:
+            await self.end_stream(self.errors.events(failure, self.request_id))
+            return
+        body = self.errors.body(failure, self.request_id)
+        if failure.status == 413:
             await self._refuse_body(failure, body)
         else:
             await self.respond(failure.status, body, headers=failure.headers)

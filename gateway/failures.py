@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -11,6 +11,21 @@ from rorqual.core import errors
 
 INTERNAL_TEXT = "internal error; the server's log has it under this request's id"
 RETRY_AFTER_S = 1
+
+
+class ErrorObject(msgspec.Struct):
+    """What went wrong, and the field that was at fault, where there is one."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct):
+    """OpenAI's error body."""
+
+    error: ErrorObject
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +41,38 @@ class Failure:
 
     def body(self) -> bytes:
         """{"error": {…}} as JSON."""
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
+        return msgspec.json.encode(ErrorBody(ErrorObject(self.message, self.type, self.param, self.code)))
+
+
+def _same(name: str) -> str:
+    return name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorShape:
+    """How one dialect writes a failure. The request id is the second argument of both writers."""
+
+    body_type: type[msgspec.Struct]
+    body: Callable[[Failure, str], bytes]  # a whole answer
+    events: Callable[[Failure, str], bytes]  # what ends a stream that had begun
+    rename: Callable[[str], str] = _same  # from a field of OpenAI's chat body to this dialect's
+
+    def spell(self, failure: Failure) -> Failure:
+        """`failure` with its field named as the client wrote it."""
+        param = failure.param
+        if param is None or (name := self.rename(param)) == param:
+            return failure
+        message = failure.message
+        if message.startswith(param):
+            message = name + message[len(param) :]
+        return replace(failure, param=name, message=message)
+
+
+OPENAI_ERRORS = ErrorShape(
+    body_type=ErrorBody,
+    body=lambda failure, request_id: failure.body(),
+    events=lambda failure, request_id: b"data: " + failure.body() + b"\n\n",
+)
 
 
 class HttpError(Exception):
@@ -107,7 +152,11 @@ def body_too_large(limit_bytes: int, size_bytes: int | None) -> HttpError:
 
 def bad_key(given: bool) -> HttpError:
     """`given`: a key was sent, but none of ours."""
-    message = "this API key is not valid here" if given else "no API key: send 'Authorization: Bearer KEY'"
+    message = (
+        "this API key is not valid here"
+        if given
+        else "no API key: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+    )
     return HttpError(
         Failure(401, message, "authentication_error", code="invalid_api_key", headers={"www-authenticate": "Bearer"})
     )

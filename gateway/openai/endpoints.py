@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import grpc
 import msgspec
 
@@ -12,103 +14,96 @@ from rorqual.v1 import text_pb2
 
 from ..asgi import Exchange
 from ..context import GatewayContext
-from ..observe import OperationSpan
 from ..upstream.replicas import CALL_TIMEOUT_S
-from . import chat, completions
-from .answer import AnswerOptions
+from . import chat, completions, response_request
 from .conversation import chat_request
 from .fields import BodyReader, ignored_header, invalid
-from .schema import ChatBody, CompletionBody, DetokenizeBody, GenerationFields, TokenizeBody
-from .serve import serve_generation
+from .response_answer import ResponsesAnswer
+from .response_schema import Reasoning, ResponseObject
+from .schema import DetokenizeBody, Detokenized, ModelList, ModelObject, TokenizeBody, Tokenized
+from .serve import answer_options, begin, operation, serve_generation
 
-_TOKENIZE = BodyReader(TokenizeBody)
-_DETOKENIZE = BodyReader(DetokenizeBody)
+TOKENIZE_READER = BodyReader(TokenizeBody)
+DETOKENIZE_READER = BodyReader(DetokenizeBody)
 
 
 async def chat_completions(context: GatewayContext, exchange: Exchange) -> None:
     """POST /v1/chat/completions."""
-    with _operation(context, exchange, "chat") as span:
+    with operation(context, exchange, "chat") as span:
         body, unknown = chat.READER.read(await exchange.body(context.config.max_body_bytes))
-        _begin(context, exchange, span, body.model, unknown)
+        begin(context, exchange, span, body.model, unknown)
         command = chat.chat_command(body, exchange.request_id)
-        options = _answer_options(context, exchange, body, "chatcmpl")
+        options = answer_options(context, exchange, body, "chatcmpl-")
         answer = chat.ChatAnswer(options)
         await serve_generation(context, exchange, span, [command], answer, stream=bool(body.stream))
 
 
 async def text_completions(context: GatewayContext, exchange: Exchange) -> None:
     """POST /v1/completions."""
-    with _operation(context, exchange, "text_completion") as span:
+    with operation(context, exchange, "text_completion") as span:
         body, unknown = completions.READER.read(await exchange.body(context.config.max_body_bytes))
-        _begin(context, exchange, span, body.model, unknown)
+        begin(context, exchange, span, body.model, unknown)
         commands = completions.completion_commands(body, exchange.request_id)
-        options = _answer_options(context, exchange, body, "cmpl", len(commands))
+        options = answer_options(context, exchange, body, "cmpl-", len(commands))
         answer = completions.CompletionAnswer(options)
         await serve_generation(
             context, exchange, span, commands, answer, stream=bool(body.stream), echo=bool(body.echo)
         )
 
 
-def _operation(context: GatewayContext, exchange: Exchange, operation: str) -> OperationSpan:
-    return OperationSpan(
-        context.telemetry,
-        context.meters,
-        context.clock,
-        operation=operation,
-        headers=exchange.headers,
-        attributes={"http.request.method": exchange.method, "url.path": exchange.path},
-    )
-
-
-def _begin(
-    context: GatewayContext, exchange: Exchange, span: OperationSpan, model: str | None, unknown: list[str]
-) -> None:
-    """Name the request in its span and its ignored fields in the answer. Raises ModelNotFoundError."""
-    exchange.extra_headers.update(ignored_header(unknown))
-    span.describe(exchange.request_id, exchange.client_request_id, model or "")
-    context.replicas.check_model(model or "")
-
-
-def _answer_options(
-    context: GatewayContext, exchange: Exchange, body: GenerationFields, prefix: str, num_prompts: int = 1
-) -> AnswerOptions:
-    stream_options = body.stream_options
-    if isinstance(body, ChatBody):
-        num_top = (body.top_logprobs or 0) if body.logprobs else None
-    else:
-        num_top = body.logprobs if isinstance(body, CompletionBody) else None
-    return AnswerOptions(
-        response_id=f"{prefix}-{exchange.request_id}",
-        model=body.model or "",
-        fingerprint=context.replicas.fingerprint,
-        choices_per_prompt=body.n or 1,
-        num_prompts=num_prompts,
-        include_usage=bool(stream_options and stream_options.include_usage),
-        continuous_usage=bool(stream_options and stream_options.continuous_usage_stats),
-        return_token_ids=bool(body.return_token_ids),
-        num_top_logprobs=num_top,
-        echo=isinstance(body, CompletionBody) and bool(body.echo),
-        stop_token_ids=frozenset(body.stop_token_ids or ()),
-        created=int(context.clock.time_s()),
-    )
+async def responses(context: GatewayContext, exchange: Exchange) -> None:
+    """POST /v1/responses. Nothing of it is kept."""
+    with operation(context, exchange, "chat") as span:
+        body, unknown = response_request.READER.read(await exchange.body(context.config.max_body_bytes))
+        begin(context, exchange, span, body.model, unknown)
+        exchange.errors = replace(exchange.errors, rename=response_request.field_name)
+        chat_body, ignored = response_request.chat_body(body)
+        exchange.extra_headers.update(ignored_header(unknown + ignored))
+        command = chat.chat_command(chat_body, exchange.request_id)
+        options = answer_options(context, exchange, chat_body, "resp_")
+        reasoning = body.reasoning or Reasoning()
+        response = ResponseObject(
+            id=options.response_id,
+            created_at=options.created,
+            status="in_progress",
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            model=options.model,
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            prompt_cache_key=body.prompt_cache_key,
+            reasoning=Reasoning(effort=reasoning.effort),
+            safety_identifier=body.safety_identifier,
+            temperature=body.temperature,
+            text={"format": {"type": "text"}, "verbosity": "medium"},
+            tool_choice=body.tool_choice or "auto",
+            tools=body.tools or [],
+            top_logprobs=body.top_logprobs or 0,
+            top_p=body.top_p,
+            user=body.user,
+        )
+        answer = ResponsesAnswer(options, response, now_s=lambda: int(context.clock.time_s()))
+        exchange.errors = replace(exchange.errors, events=answer.failed)
+        await serve_generation(context, exchange, span, [command], answer, stream=bool(body.stream))
 
 
 async def models(context: GatewayContext, exchange: Exchange) -> None:
     """GET /v1/models."""
     data = list(_models(context).values())
-    await exchange.respond(200, msgspec.json.encode({"object": "list", "data": data}))
+    await exchange.respond(200, msgspec.json.encode(ModelList(data=data)))
 
 
-async def model(context: GatewayContext, exchange: Exchange, name: str) -> None:
-    """GET /v1/models/{name}."""
+async def model(context: GatewayContext, exchange: Exchange) -> None:
+    """GET /v1/models/{id}."""
+    name = exchange.path.removeprefix("/v1/models/").rstrip("/")
     found = _models(context).get(name)
     if found is None:
         raise ModelNotFoundError(f"the model {name!r} does not exist here", field="model")
     await exchange.respond(200, msgspec.json.encode(found))
 
 
-def _models(context: GatewayContext) -> dict[str, dict[str, object]]:
-    out: dict[str, dict[str, object]] = {}
+def _models(context: GatewayContext) -> dict[str, ModelObject]:
+    out: dict[str, ModelObject] = {}
     responses = context.replicas.models()
     if not responses:
         raise UnavailableError("; ".join(context.replicas.causes().values()))
@@ -116,22 +111,16 @@ def _models(context: GatewayContext) -> dict[str, dict[str, object]]:
         for info in response.models:
             out.setdefault(
                 info.name,
-                {
-                    "id": info.name,
-                    "object": "model",
-                    "created": response.created_unix_s,
-                    "owned_by": "rorqual",
-                    "max_model_len": info.max_model_len or None,
-                },
+                ModelObject(id=info.name, created=response.created_unix_s, max_model_len=info.max_model_len or None),
             )
     return out
 
 
 async def tokenize(context: GatewayContext, exchange: Exchange) -> None:
     """POST /tokenize: the ids of a text, or of a conversation as it is rendered."""
-    with _operation(context, exchange, "tokenize") as span:
-        body, unknown = _TOKENIZE.read(await exchange.body(context.config.max_body_bytes))
-        _begin(context, exchange, span, body.model, unknown)
+    with operation(context, exchange, "tokenize") as span:
+        body, unknown = TOKENIZE_READER.read(await exchange.body(context.config.max_body_bytes))
+        begin(context, exchange, span, body.model, unknown)
         request = text_pb2.TokenizeRequest(model=body.model or "", return_token_strings=bool(body.return_token_strs))
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "send either prompt or messages")
@@ -147,24 +136,20 @@ async def tokenize(context: GatewayContext, exchange: Exchange) -> None:
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
         ids = unpack_token_ids(response.token_ids)
-        answer = {
-            "count": len(ids),
-            "max_model_len": response.max_model_len,
-            "tokens": ids.tolist(),
-            "token_strs": list(response.token_strings) if body.return_token_strs else None,
-        }
+        strings = list(response.token_strings) if body.return_token_strs else None
+        answer = Tokenized(len(ids), response.max_model_len, ids.tolist(), strings)
         await exchange.respond(200, msgspec.json.encode(answer))
 
 
 async def detokenize(context: GatewayContext, exchange: Exchange) -> None:
     """POST /detokenize: the text of ids, special tokens included."""
-    with _operation(context, exchange, "detokenize") as span:
-        body, unknown = _DETOKENIZE.read(await exchange.body(context.config.max_body_bytes))
-        _begin(context, exchange, span, body.model, unknown)
+    with operation(context, exchange, "detokenize") as span:
+        body, unknown = DETOKENIZE_READER.read(await exchange.body(context.config.max_body_bytes))
+        begin(context, exchange, span, body.model, unknown)
         replica = await context.replicas.acquire(body.model or "")
         request = text_pb2.DetokenizeRequest(model=body.model or "", token_ids=pack_token_ids(body.tokens))
         try:
             response = await replica.stub.Detokenize(request, timeout=CALL_TIMEOUT_S)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
-        await exchange.respond(200, msgspec.json.encode({"prompt": response.text}))
+        await exchange.respond(200, msgspec.json.encode(Detokenized(response.text)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
@@ -75,12 +75,26 @@ _HINTS = {
 class BodyReader(Generic[T]):
     """Decodes one endpoint's body type."""
 
-    def __init__(self, body_type: type[T], refused: Mapping[str, tuple[Any, ...]] | None = None) -> None:
-        """`refused`: further fields that this endpoint knows and does not serve, with their harmless values."""
+    def __init__(
+        self,
+        body_type: type[T],
+        refused: Mapping[str, tuple[Any, ...]] | None = None,
+        *,
+        silent: Iterable[str] = _SILENT,
+        inherit: bool = True,
+    ) -> None:
+        """`refused`: further fields that this endpoint knows and does not serve, with their harmless values.
+
+        `silent`: fields that it knows and that change nothing. Without `inherit` those of OpenAI's chat and its peers
+        are strangers here.
+        """
+        self.body_type = body_type
         self._decode: Callable[[bytes], T] = msgspec.json.Decoder(body_type).decode
         self._names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-        self._served = frozenset(body_type.__struct_fields__)
-        self._refused = {**_REFUSED, **(refused or {})}
+        self._served = frozenset(body_type.__struct_encode_fields__)
+        known = {**_REFUSED, **(refused or {})} if inherit else dict(refused or {})
+        self.refused = {name: values for name, values in known.items() if name not in self._served}
+        self.silent = frozenset(silent) - self._served - self.refused.keys()
 
     def read(self, raw: bytes) -> tuple[T, list[str]]:
         """The body, and the names of fields that nobody knows. Raises InvalidRequestError."""
@@ -103,9 +117,9 @@ class BodyReader(Generic[T]):
 
     def _settle(self, name: str, value: msgspec.Raw) -> bool:
         """Whether an unserved field is known. Raises where it asks for something."""
-        if name in _SILENT:
+        if name in self.silent:
             return True
-        harmless = self._refused.get(name)
+        harmless = self.refused.get(name)
         if harmless is None:
             return False
         asked = msgspec.json.decode(value)

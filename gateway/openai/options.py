@@ -35,6 +35,8 @@ def text_options(body: GenerationFields, request_id: str, max_tokens: int | None
         raise refuse("best_of", "best_of other than n is not supported here")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "it is only allowed with stream: true")
+    if body.stream_options is not None and body.stream_options.include_obfuscation:
+        raise refuse("stream_options.include_obfuscation", "stream_options.include_obfuscation is not supported here")
     if body.min_tokens is not None and max_tokens is not None and body.min_tokens > max_tokens:
         raise invalid("min_tokens", f"{body.min_tokens} is above max_tokens, which is {max_tokens}")
     options = text_pb2.TextOptions(

@@ -20,15 +20,19 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Id = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 TopCount = Annotated[int, Meta(ge=0, le=20)]
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]
 
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
-class GenerationFields(msgspec.Struct, kw_only=True):
-    """What chat and text completions have in common."""
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """What every endpoint that generates has in common."""
 
     model: str | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -36,8 +40,6 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1 and 0: off
     min_p: Unit | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
-    best_of: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[Id], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
@@ -51,9 +53,17 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     user: str | None = None
+    metadata: Metadata | None = None
+
+
+class GenerationFields(SamplingFields, kw_only=True):
+    """What chat and text completions have in common."""
+
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: int | None = None
+    return_token_ids: bool | None = None
 
 
 class ContentPart(msgspec.Struct):
@@ -142,3 +152,30 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
     tokens: list[Id]
     model: str | None = None
+
+
+# What the smaller endpoints answer.
+
+
+class ModelObject(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "rorqual"
+    max_model_len: int | None
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    object: str = "list"
+    data: list[ModelObject]
+
+
+class Tokenized(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(msgspec.Struct):
+    prompt: str

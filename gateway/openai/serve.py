@@ -1,4 +1,4 @@
-"""Running one generation: streams out to the tokenizers, pieces back, an answer to the client."""
+"""Running one request: its span, streams out to the tokenizers, pieces back, an answer to the client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,55 @@ from ..context import GatewayContext
 from ..observe import OperationSpan
 from ..upstream.inbox import Inbox, Piece
 from ..upstream.stream import TextStream
-from .answer import Answer
+from .answer import Answer, AnswerOptions
+from .fields import ignored_header
+from .schema import ChatBody, CompletionBody, GenerationFields
+
+
+def operation(context: GatewayContext, exchange: Exchange, operation: str) -> OperationSpan:
+    """The span and the durations of one request."""
+    return OperationSpan(
+        context.telemetry,
+        context.meters,
+        context.clock,
+        operation=operation,
+        headers=exchange.headers,
+        attributes={"http.request.method": exchange.method, "url.path": exchange.path},
+    )
+
+
+def begin(
+    context: GatewayContext, exchange: Exchange, span: OperationSpan, model: str | None, unknown: list[str]
+) -> None:
+    """Name the request in its span and its ignored fields in the answer. Raises ModelNotFoundError."""
+    exchange.extra_headers.update(ignored_header(unknown))
+    span.describe(exchange.request_id, exchange.client_request_id, model or "")
+    context.replicas.check_model(model or "")
+
+
+def answer_options(
+    context: GatewayContext, exchange: Exchange, body: GenerationFields, prefix: str, num_prompts: int = 1
+) -> AnswerOptions:
+    """The shape of the answer that `body` asks for. `prefix`: of its id."""
+    stream_options = body.stream_options
+    if isinstance(body, ChatBody):
+        num_top = (body.top_logprobs or 0) if body.logprobs else None
+    else:
+        num_top = body.logprobs if isinstance(body, CompletionBody) else None
+    return AnswerOptions(
+        response_id=f"{prefix}{exchange.request_id}",
+        model=body.model or "",
+        fingerprint=context.replicas.fingerprint,
+        choices_per_prompt=body.n or 1,
+        num_prompts=num_prompts,
+        include_usage=bool(stream_options and stream_options.include_usage),
+        continuous_usage=bool(stream_options and stream_options.continuous_usage_stats),
+        return_token_ids=bool(body.return_token_ids),
+        num_top_logprobs=num_top,
+        echo=isinstance(body, CompletionBody) and bool(body.echo),
+        stop_token_ids=frozenset(body.stop_token_ids or ()),
+        created=int(context.clock.time_s()),
+    )
 
 
 async def serve_generation(
@@ -41,6 +89,7 @@ async def serve_generation(
     for command in commands:
         body = command.chat if command.WhichOneof("command") == "chat" else command.complete
         body.options.trace.CopyFrom(trace)
+        body.options.cache_salt = exchange.cache_salt(body.options.cache_salt)
         num_choices = max(1, body.options.num_choices)
         streams.append(
             TextStream(

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from .api_keys import KEY_PATTERN
 from .errors import ConfigError
 
 
@@ -188,6 +189,12 @@ class GatewayConfig:
     api_key: tuple[str, ...] = setting(
         (), "keys that clients may send as Bearer, separated by commas; none: no key is asked for", secret=True
     )
+    api_key_file: str = setting(
+        "", "file of further keys, 'KEY' or 'KEY TENANT' a line; keys of one tenant share its cached prefixes"
+    )
+    cors_allow_origins: tuple[str, ...] = setting(
+        (), "origins whose pages may call from a browser, separated by commas; *: any; none: no page may"
+    )
     max_body_bytes: int = setting(32 * 1024 * 1024, "largest request body; larger ones get 413")
     request_timeout_s: float = setting(3600.0, "longest a request may take, queue included")
     peer_timeout_s: float = setting(30.0, "how long streams wait for a lost tokenizer to come back")
@@ -199,7 +206,14 @@ class GatewayConfig:
         for address in self.tokenizers:
             _check_address("tokenizers", address)
         for key in self.api_key:
-            _require(bool(re.fullmatch(r"[!-~]+", key)), "api_key", "(hidden)", "printable ASCII without blanks")
+            _require(bool(KEY_PATTERN.fullmatch(key)), "api_key", "(hidden)", "printable ASCII without blanks")
+        for origin in self.cors_allow_origins:
+            _require(
+                origin == "*" or bool(re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s,]+", origin)),
+                "cors_allow_origins",
+                origin,
+                "* or scheme://host[:port] without a path",
+            )
         _require(self.max_body_bytes >= 1024, "max_body_bytes", self.max_body_bytes, "at least 1024")
         _require(self.request_timeout_s > 0, "request_timeout_s", self.request_timeout_s, "above 0")
         _require(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import rorqual
+from rorqual.core.api_keys import read_api_keys
 from rorqual.core.config import GatewayConfig, SchedulerConfig, TokenizerConfig
 from rorqual.core.config_loader import PROCESSES, Setting, resolve_config, settings_of
 from rorqual.core.errors import ConfigError
@@ -175,7 +176,8 @@ def make_plan(
         http_host = api_key = ""
         if "gateway" in names:
             gateway: GatewayConfig = settings["gateway"]
-            http_host, api_key = gateway.host, next(iter(gateway.api_key), "")
+            keys = read_api_keys(gateway.api_key, gateway.api_key_file)
+            http_host, api_key = gateway.host, keys[0].key if keys else ""
             check_port(gateway.host, gateway.port)
 
         def reserve(port: int | None) -> str:

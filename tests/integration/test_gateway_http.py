@@ -210,3 +210,15 @@ async def test_a_request_waits_for_a_chain_that_is_just_starting(tokenizer: Scri
         await health_until(http, 503)
         await tokenizer.set_serving(True)
         assert (await asking).status_code == 200
+
+
+async def test_the_document_and_its_page(http: RunningGateway) -> None:
+    answer = await http.client.get("/openapi.json")
+    assert answer.json()["openapi"] == "3.1.0"
+    assert "/v1/chat/completions" in answer.json()["paths"]
+    page = await http.client.get("/docs")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert page.headers["content-security-policy"].startswith("default-src 'none'")
+    assert "/v1/chat/completions" in page.text
+    # The path that stands for all models is no model.
+    assert (await http.client.get("/v1/models/{id}")).status_code == 404

@@ -22,7 +22,8 @@ CLASSES = tuple(PROCESSES.values())
 
 # --- values that a configuration may have -------------------------------------------------------------------------
 
-WORD = st.text("abcdefghijklmnopqrstuvwxyz0123456789-_./", min_size=1, max_size=12)
+# "--" alone means "no more flags", in argparse even after a "=".
+WORD = st.text("abcdefghijklmnopqrstuvwxyz0123456789-_./", min_size=1, max_size=12).filter(lambda word: word != "--")
 ADDRESS = st.builds(
     "{}:{}".format, st.sampled_from(["127.0.0.1", "scheduler", "[::1]", "0.0.0.0"]), st.integers(0, 65535)
 )
@@ -31,6 +32,9 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "scheduler": ADDRESS,
     "tokenizers": st.lists(ADDRESS, min_size=1, max_size=3).map(tuple),
     "api_key": st.lists(st.text("ABCxyz019_-", min_size=1, max_size=8), max_size=3).map(tuple),
+    "cors_allow_origins": st.lists(st.sampled_from(["*", "https://a.example", "http://[::1]:8080"]), max_size=2).map(
+        tuple
+    ),
     "trace_sample_ratio": st.floats(0, 1),
     "metrics_port": st.integers(-1, 65535),
     "port": st.integers(0, 65535),

@@ -1,0 +1,163 @@
+"""The bodies of /v1/messages, as far as they are served, and the objects that it answers with."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Raw
+
+from ..openai.schema import MAX_MESSAGES, Unit
+
+
+class CacheControl(msgspec.Struct):
+    """Taken and not needed: prefixes are cached by themselves."""
+
+    type: str
+    ttl: str | None = None
+
+
+class TextPart(msgspec.Struct, kw_only=True):
+    """A block of a system prompt or of a tool's result: text."""
+
+    type: str
+    text: str | None = None
+    cache_control: CacheControl | None = None
+
+
+class Block(msgspec.Struct, kw_only=True):
+    """A block of a message: text, thinking, redacted_thinking, tool_use or tool_result."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    data: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: Raw = msgspec.field(default_factory=lambda: Raw(b"null"))
+    tool_use_id: str | None = None
+    content: str | list[TextPart] | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+class MessageTurn(msgspec.Struct):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class MessageTool(msgspec.Struct, kw_only=True):
+    """A function that the model may call. Tools that a server runs are refused."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    type: str | None = None
+    description: str | None = None
+    input_schema: Raw = msgspec.field(default_factory=lambda: Raw(b"null"))
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+class ToolChoice(msgspec.Struct):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct):
+    """`budget_tokens` is taken and ignored: max_tokens bounds thought and answer together."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Meta(ge=1, le=2**32 - 1)] | None = None
+    display: Literal["summarized"] | None = None
+
+
+class OutputFormat(msgspec.Struct):
+    type: str
+
+
+class OutputConfig(msgspec.Struct):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class CountTokensBody(msgspec.Struct, kw_only=True):
+    """POST /v1/messages/count_tokens, and what it shares with /v1/messages."""
+
+    messages: Annotated[list[MessageTurn], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    model: str | None = None
+    system: str | list[TextPart] | None = None
+    tools: list[MessageTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+
+
+class MessagesBody(CountTokensBody, kw_only=True):
+    """POST /v1/messages."""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=2**32 - 1)]
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: Unit | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    metadata: dict[str, Any] | None = None
+    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+
+
+# What is answered.
+
+
+class TextBlock(msgspec.Struct, tag="text"):
+    text: str
+    citations: list[Any] | None = None
+
+
+class ThinkingBlock(msgspec.Struct, tag="thinking"):
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(msgspec.Struct, tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class ThinkingTokens(msgspec.Struct):
+    thinking_tokens: int = 0
+
+
+class MessageUsage(msgspec.Struct):
+    """`input_tokens` are those that no cache served, as Anthropic counts them."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+    output_tokens_details: ThinkingTokens = msgspec.field(default_factory=ThinkingTokens)
+
+
+class MessageObject(msgspec.Struct, kw_only=True):
+    """A message, whole or at the beginning of a stream."""
+
+    id: str
+    type: str = "message"
+    role: str = "assistant"
+    model: str
+    content: list[ContentBlock] = []
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+    usage: MessageUsage
+
+
+class TokenCount(msgspec.Struct):
+    input_tokens: int
