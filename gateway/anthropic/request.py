@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import Any
 
+import msgspec
+
 from rorqual.core.errors import InvalidRequestError
 
 from ..openai.fields import BodyReader, invalid, refuse
@@ -42,7 +44,7 @@ def chat_body(body: CountTokensBody) -> tuple[ChatBody, list[str]]:
         if choice.type == "tool" and not choice.name:
             raise invalid("tool_choice.name", "it is required with type 'tool'")
         if choice.disable_parallel_tool_use:
-            _forbid_parallel_calls(chat)
+            chat.parallel_tool_calls = False
     if body.thinking is not None:
         chat.chat_template_kwargs = {"thinking": body.thinking.type != "disabled"}
         if body.thinking.budget_tokens is not None:
@@ -59,14 +61,6 @@ def chat_body(body: CountTokensBody) -> tuple[ChatBody, list[str]]:
         chat.stop = body.stop_sequences
         chat.max_tokens = body.max_tokens
     return chat, ignored
-
-
-def _forbid_parallel_calls(chat: ChatBody) -> None:
-    if not hasattr(chat, "parallel_tool_calls"):
-        raise refuse(
-            "tool_choice.disable_parallel_tool_use", "tool_choice.disable_parallel_tool_use is not supported here"
-        )
-    chat.parallel_tool_calls = False
 
 
 def _messages(body: CountTokensBody) -> list[Message]:
@@ -119,7 +113,7 @@ def _call(block: Block, here: str) -> ToolCall:
     for name in ("id", "name"):
         if not getattr(block, name):
             raise invalid(f"{here}.{name}", "it is required in a tool_use block")
-    arguments = bytes(block.input).decode()
+    arguments = msgspec.json.format(bytes(block.input), indent=-1).decode()  # compact, as an object of a chat's call
     if not arguments.startswith("{"):
         raise invalid(f"{here}.input", "it must be a JSON object")
     return ToolCall(FunctionCall(block.name or "", arguments), id=block.id, type="function")

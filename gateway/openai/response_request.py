@@ -59,6 +59,7 @@ def chat_body(body: ResponsesBody) -> tuple[ChatBody, list[str]]:
         messages=_messages(body),
         tools=[_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())] or None,
         tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
         chat_template_kwargs=body.chat_template_kwargs,
         reasoning_effort=reasoning.effort if reasoning is not None else None,
         max_completion_tokens=body.max_output_tokens,

@@ -194,9 +194,34 @@ async def test_the_thinking_switch(
 ) -> None:
     body = {**BODY, "thinking": thinking, "output_config": {"effort": "high"}}
     response = await http.client.post("/v1/messages", json=body)
-    assert json.loads(chat_of(tokenizer).chat_template_kwargs_json) == {"thinking": switch, "reasoning_effort": "high"}
+    request = chat_of(tokenizer)
+    assert json.loads(request.chat_template_kwargs_json) == {"thinking": switch}
+    assert request.reasoning_effort == "high"
     ignored = response.headers.get("x-rorqual-ignored-fields")
     assert ignored == ("thinking.budget_tokens" if "budget_tokens" in thinking else None)
+
+
+@pytest.mark.parametrize(
+    ("choice", "mode", "name"),
+    [
+        ({"type": "auto"}, text_pb2.TOOL_CHOICE_MODE_AUTO, ""),
+        ({"type": "none"}, text_pb2.TOOL_CHOICE_MODE_NONE, ""),
+        ({"type": "any"}, text_pb2.TOOL_CHOICE_MODE_REQUIRED, ""),
+        ({"type": "tool", "name": "f", "disable_parallel_tool_use": True}, 0, "f"),
+    ],
+)
+async def test_the_choice_of_tools(
+    client: anthropic.AsyncAnthropic, tokenizer: ScriptedTokenizer, choice: Any, mode: int, name: str
+) -> None:
+    tool: Any = {"name": "f", "description": "d", "input_schema": {"type": "object"}, "strict": True}
+    await client.messages.create(model="scripted", max_tokens=9, messages=HI, tools=[tool], tool_choice=choice)
+    request = chat_of(tokenizer)
+    assert (request.tool_choice.mode, request.tool_choice.function_name) == (mode, name)
+    assert request.HasField("parallel_tool_calls") == ("disable_parallel_tool_use" in choice)
+    assert not request.parallel_tool_calls
+    (sent,) = request.tools
+    assert (sent.name, sent.description, json.loads(sent.parameters_json)) == ("f", "d", {"type": "object"})
+    assert sent.strict
 
 
 async def test_count_tokens(client: anthropic.AsyncAnthropic, http: RunningGateway) -> None:

@@ -170,6 +170,38 @@ async def test_a_conversation_goes_on_with_the_items_it_was_given(
     ]
 
 
+@pytest.mark.parametrize(
+    ("choice", "mode", "name"),
+    [
+        ("none", text_pb2.TOOL_CHOICE_MODE_NONE, ""),
+        ("required", text_pb2.TOOL_CHOICE_MODE_REQUIRED, ""),
+        ({"type": "function", "name": "f"}, 0, "f"),
+    ],
+)
+async def test_the_choice_of_tools(
+    client: openai.AsyncOpenAI, tokenizer: ScriptedTokenizer, choice: Any, mode: int, name: str
+) -> None:
+    answer = await client.responses.create(
+        model="scripted",
+        input="hi",
+        tools=[{**TOOL, "description": "d", "strict": True}],
+        tool_choice=choice,
+        parallel_tool_calls=False,
+        reasoning={"effort": "high"},
+    )
+    request = tokenizer.requests[-1]
+    assert isinstance(request, text_pb2.ChatRequest)
+    assert (request.tool_choice.mode, request.tool_choice.function_name) == (mode, name)
+    assert request.HasField("parallel_tool_calls")
+    assert not request.parallel_tool_calls
+    assert request.reasoning_effort == "high"
+    (sent,) = request.tools
+    assert (sent.name, sent.description, json.loads(sent.parameters_json)) == ("f", "d", {"type": "object"})
+    # The answer repeats what was asked.
+    assert [t.model_dump(exclude_none=True) for t in answer.tools] == [{**TOOL, "description": "d", "strict": True}]
+    assert not answer.parallel_tool_calls
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_cut_text_is_incomplete(http: RunningGateway, tokenizer: ScriptedTokenizer, stream: bool) -> None:
     tokenizer.script = lambda request: say("a", "b", length=True)
