@@ -5,6 +5,7 @@
 // Checked against rorqual/kernels/reference.py::rms_norm (the sum's order differs, so one bf16 step may too).
 #include "rorqual/device.cuh"
 #include "rorqual/launch.h"
+#include "rorqual/launch_kernel.cuh"
 
 namespace rorqual {
 namespace {
@@ -13,15 +14,18 @@ constexpr int kVecElems = 8;  // bf16 in 16 bytes
 constexpr int kMaxThreads = 256;
 constexpr int kMaxVecs = 8;  // a thread's vectors at most, so rows of up to 16,384 values
 
+// No __restrict__ on what the previous kernel may have written: such reads could be moved before the wait for its end.
 // kVecs: 16-byte vectors a thread; vector v of thread t is t + v * blockDim.x.
 template <int kVecs, bool kResidual>
 __global__ void __launch_bounds__(kMaxThreads)
-rms_norm_kernel(__nv_bfloat16* __restrict__ out, int64_t out_stride,          // [num_rows, hidden]
-                __nv_bfloat16* __restrict__ residual, int64_t residual_stride,  // in place, with kResidual
-                const __nv_bfloat16* __restrict__ x, int64_t x_stride,        // [num_rows, hidden]
-                const __nv_bfloat16* __restrict__ weight,                     // [hidden]
+rms_norm_kernel(__nv_bfloat16* out, int64_t out_stride,            // [num_rows, hidden]
+                __nv_bfloat16* residual, int64_t residual_stride,  // in place, with kResidual
+                const __nv_bfloat16* x, int64_t x_stride,          // [num_rows, hidden]
+                const __nv_bfloat16* __restrict__ weight,          // [hidden]
                 int num_vecs, float inv_hidden, float eps) {
   const int64_t row = blockIdx.x;
+  let_dependents_launch();
+  wait_for_previous_kernel();
   const uint4* x_row = reinterpret_cast<const uint4*>(x + row * x_stride);
   uint4 vecs[kVecs];
 #pragma unroll
@@ -90,15 +94,9 @@ rms_norm_kernel(__nv_bfloat16* __restrict__ out, int64_t out_stride,          //
 template <int kVecs>
 cudaError_t launch(const RmsNormParams& p, int threads, int num_vecs, cudaStream_t stream) {
   const float inv_hidden = 1.f / static_cast<float>(p.hidden);
-  if (p.residual != nullptr) {
-    rms_norm_kernel<kVecs, true><<<p.num_rows, threads, 0, stream>>>(p.out, p.out_stride, p.residual, p.residual_stride,
-                                                                     p.x, p.x_stride, p.weight, num_vecs, inv_hidden,
-                                                                     p.eps);
-  } else {
-    rms_norm_kernel<kVecs, false><<<p.num_rows, threads, 0, stream>>>(p.out, p.out_stride, nullptr, 0, p.x, p.x_stride,
-                                                                      p.weight, num_vecs, inv_hidden, p.eps);
-  }
-  return cudaGetLastError();
+  const auto kernel = p.residual != nullptr ? rms_norm_kernel<kVecs, true> : rms_norm_kernel<kVecs, false>;
+  return launch_kernel(kernel, dim3(p.num_rows), threads, stream, {.overlaps = true}, p.out, p.out_stride, p.residual,
+                       p.residual_stride, p.x, p.x_stride, p.weight, num_vecs, inv_hidden, p.eps);
 }
 
 }  // namespace

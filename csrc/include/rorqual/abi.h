@@ -205,6 +205,24 @@ int rorqual_embed(const RorqualEmbed* args, void* stream);
 
 /* ---- linear ---- */
 
+/* out[b, t] = x[b, t] weight[b]^T (+ bias) (+ residual[t]). Products of bf16 are added in float32 and rounded once.
+ * The weight and the bias are read before the stream's previous kernel ends: nothing still running may write them. */
+typedef struct {
+  void* out;            /* bf16 or f32 [batch, num_tokens, out_features] */
+  const void* x;        /* bf16 [batch, num_tokens, in_features] */
+  const void* weight;   /* bf16 [batch, out_features, in_features], contiguous */
+  const void* bias;     /* bf16 [out_features] or NULL */
+  const void* residual; /* bf16 [num_tokens, out_features] or NULL; batch 1 only */
+  int64_t out_token_stride, out_batch_stride, x_token_stride, x_batch_stride, residual_stride;
+  int32_t num_tokens, out_features, in_features, batch;
+  int32_t out_float32; /* 0: bf16 */
+  int32_t silu_mul;    /* 1: rows of the weight are 8 of the gate, 8 of the other, …; out is silu(gate) * other, half as wide */
+  int32_t tile_tokens; /* 8 or 16: the kernel of few rows, at most so many tokens; 32 to 256: the one of tiles */
+  int32_t tile_rows;   /* of the weight: 8, 16 or 32 for few rows (0: chosen here), 64 or 128 for tiles */
+  int32_t split;       /* tiles: parts of in_features, added in order, 1 to 8; one part: a row's bits depend on it alone */
+} RorqualLinear;
+int rorqual_linear(const RorqualLinear* args, void* stream);
+
 
 #ifdef __cplusplus
 }

@@ -185,5 +185,27 @@ cudaError_t launch_embed(__nv_bfloat16* x, const __nv_bfloat16* embedding, const
 
 // ---- linear ----
 
+struct LinearParams {
+  void* out;                      // bf16 or float [batch, num_tokens, out_features]; with silu_mul half as wide
+  const __nv_bfloat16* x;         // [batch, num_tokens, in_features]
+  const __nv_bfloat16* weight;    // [batch, out_features, in_features]; never written while kernels run
+  const __nv_bfloat16* bias;      // [out_features] or null
+  const __nv_bfloat16* residual;  // [num_tokens, out_features] or null
+  int64_t out_token_stride, out_batch_stride, x_token_stride, x_batch_stride, residual_stride;
+  int num_tokens, out_features, in_features, batch;
+  bool out_float32;
+  bool silu_mul;  // rows of the weight: 8 of the gate, 8 of what it gates, and so on
+};
+// At most 16 tokens; tile_rows (of the weight) 8, 16, 32 or 0.
+cudaError_t launch_linear_rows(const LinearParams& p, int tile_rows, cudaStream_t stream);
+struct LinearTileMaps {
+  CUtensorMap weight, x;
+};
+constexpr int kLinearTileDepth = 64;  // in_features of a box
+// tile_rows x tile_tokens: 64 x 16, 32, 64; 128 x 64, 128, 256. split: CTAs that share a tile, each a part of in_features.
+bool linear_tile_exists(int tile_rows, int tile_tokens);
+cudaError_t launch_linear_tiles(const LinearParams& p, const LinearTileMaps& maps, int tile_rows, int tile_tokens,
+                                int split, cudaStream_t stream);
+
 
 }  // namespace rorqual

@@ -12,6 +12,7 @@ __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("gridd
 struct LaunchOptions {
   int smem_bytes = 0;
   bool overlaps = false;  // calls wait_for_previous_kernel() before it reads what the previous kernel wrote
+  int cluster = 1;        // CTAs, consecutive in x, that reach each other's shared memory
 };
 
 template <class... Params, class... Args>
@@ -22,7 +23,7 @@ cudaError_t launch_kernel(void (*kernel)(Params...), dim3 grid, int threads, cud
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, options.smem_bytes);
     if (error != cudaSuccess) return error;
   }
-  cudaLaunchAttribute attributes[1];
+  cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = dim3(threads);
@@ -32,6 +33,12 @@ cudaError_t launch_kernel(void (*kernel)(Params...), dim3 grid, int threads, cud
   if (options.overlaps) {
     attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (options.cluster > 1) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attributes[config.numAttrs].val.clusterDim.x = options.cluster;
+    attributes[config.numAttrs].val.clusterDim.y = 1;
+    attributes[config.numAttrs++].val.clusterDim.z = 1;
   }
   return cudaLaunchKernelEx(&config, kernel, args...);
 }

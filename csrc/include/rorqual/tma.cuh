@@ -57,5 +57,12 @@ __device__ __forceinline__ void tma_load_3d(void* dst, const CUtensorMap* map, u
       "l"(map), "r"(smem_addr(barrier)), "r"(x), "r"(y), "r"(z)
       : "memory");
 }
+// Copies num_bytes (a multiple of 16; both addresses too) to `dst`; completes `barrier` by them.
+__device__ __forceinline__ void bulk_load(void* dst, const void* src, uint64_t* barrier, uint32_t num_bytes) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %3, [%2];" ::"r"(
+                   smem_addr(dst)),
+               "l"(src), "r"(smem_addr(barrier)), "r"(num_bytes)
+               : "memory");
+}
 
 }  // namespace rorqual

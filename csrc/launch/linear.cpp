@@ -1,0 +1,78 @@
+// linear.cpp: C wrapper of the matrix products, which also makes the tiles' tensor maps.
+#include "error.h"
+#include "rorqual/launch.h"
+#include "tensor_map.h"
+
+using rorqual::aligned;
+
+extern "C" int rorqual_linear(const RorqualLinear* a, void* stream) {
+  RORQUAL_REQUIRE(a->num_tokens >= 0 && a->batch >= 1 && a->batch <= 65535,
+                  "linear: num_tokens must be >= 0 and batch in [1, 65535], got " + std::to_string(a->num_tokens) +
+                      " and " + std::to_string(a->batch));
+  RORQUAL_REQUIRE(a->in_features >= 8 && a->in_features % 8 == 0 && a->out_features >= 8 && a->out_features % 8 == 0,
+                  "linear: in_features and out_features must be multiples of 8, >= 8, got " +
+                      std::to_string(a->in_features) + " and " + std::to_string(a->out_features));
+  RORQUAL_REQUIRE(!a->silu_mul || (a->out_features % 16 == 0 && !a->bias && !a->residual),
+                  "linear: silu_mul needs out_features in multiples of 16, and neither bias nor residual");
+  RORQUAL_REQUIRE(!a->residual || a->batch == 1, "linear: a residual needs batch 1, got " + std::to_string(a->batch));
+  if (a->num_tokens == 0) return 0;
+  RORQUAL_REQUIRE(a->out && a->x && a->weight, "linear: out, x and weight must not be NULL");
+  RORQUAL_REQUIRE(aligned(a->out, 16) && aligned(a->x, 16) && aligned(a->weight, 16) && aligned(a->bias, 16) &&
+                      aligned(a->residual, 16),
+                  "linear: pointers must be 16-byte aligned");
+  RORQUAL_REQUIRE(a->x_token_stride % 8 == 0 && a->x_batch_stride % 8 == 0 && a->out_token_stride % 8 == 0 &&
+                      a->out_batch_stride % 8 == 0 && a->residual_stride % 8 == 0,
+                  "linear: strides must be multiples of 8 elements");
+  using bf16 = __nv_bfloat16;
+  rorqual::LinearParams p{};
+  p.out = a->out;
+  p.x = static_cast<const bf16*>(a->x);
+  p.weight = static_cast<const bf16*>(a->weight);
+  p.bias = static_cast<const bf16*>(a->bias);
+  p.residual = static_cast<const bf16*>(a->residual);
+  p.out_token_stride = a->out_token_stride;
+  p.out_batch_stride = a->out_batch_stride;
+  p.x_token_stride = a->x_token_stride;
+  p.x_batch_stride = a->x_batch_stride;
+  p.residual_stride = a->residual_stride;
+  p.num_tokens = a->num_tokens;
+  p.out_features = a->out_features;
+  p.in_features = a->in_features;
+  p.batch = a->batch;
+  p.out_float32 = a->out_float32 != 0;
+  p.silu_mul = a->silu_mul != 0;
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+
+  if (a->tile_tokens <= 8 || (a->tile_tokens == 16 && a->tile_rows < 64)) {
+    RORQUAL_REQUIRE(a->num_tokens <= 16, "linear: the kernel of few rows takes at most 16 tokens, got " +
+                                             std::to_string(a->num_tokens));
+    RORQUAL_REQUIRE(a->tile_rows == 0 || a->tile_rows == 16 || a->tile_rows == 32 || (a->tile_rows == 8 && !a->silu_mul),
+                    "linear: tile_rows must be 0, 8 (not with silu_mul), 16 or 32, got " +
+                        std::to_string(a->tile_rows));
+    return rorqual::from_cuda(rorqual::launch_linear_rows(p, a->tile_rows, cuda_stream), "linear");
+  }
+  RORQUAL_REQUIRE(rorqual::linear_tile_exists(a->tile_rows, a->tile_tokens),
+                  "linear: tiles are 64 x 16, 32, 64 or 128 x 64, 128, 256, got " + std::to_string(a->tile_rows) +
+                      " x " + std::to_string(a->tile_tokens));
+  const int blocks = (a->in_features + rorqual::kLinearTileDepth - 1) / rorqual::kLinearTileDepth;
+  RORQUAL_REQUIRE(a->split >= 1 && a->split <= 8 && (a->split - 1) * ((blocks + a->split - 1) / a->split) < blocks,
+                  "linear: split must be in [1, 8] and leave no part without any of " + std::to_string(blocks) +
+                      " blocks, got " + std::to_string(a->split));
+  rorqual::LinearTileMaps maps;
+  const cuuint32_t depth = rorqual::kLinearTileDepth;
+  const cuuint64_t in = a->in_features, out = a->out_features, tokens = a->num_tokens, batch = a->batch;
+  // A stride over a single row or batch is never taken, but must still be one.
+  const cuuint64_t x_token_stride = tokens == 1 ? in : a->x_token_stride;
+  const cuuint64_t x_batch_stride = batch == 1 ? in : a->x_batch_stride;
+  if (const int code = rorqual::encode_bf16_map<3>(&maps.weight, a->weight, {in, out, batch}, {in, out * in},
+                                                   {depth, static_cast<cuuint32_t>(a->tile_rows), 1}, "linear")) {
+    return code;
+  }
+  if (const int code =
+          rorqual::encode_bf16_map<3>(&maps.x, a->x, {in, tokens, batch}, {x_token_stride, x_batch_stride},
+                                      {depth, static_cast<cuuint32_t>(a->tile_tokens), 1}, "linear")) {
+    return code;
+  }
+  return rorqual::from_cuda(
+      rorqual::launch_linear_tiles(p, maps, a->tile_rows, a->tile_tokens, a->split, cuda_stream), "linear");
+}

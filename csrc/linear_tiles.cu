@@ -1,0 +1,230 @@
+// linear_tiles.cu: y = x W^T by tensor-core tiles, for any number of tokens.
+//
+// Tiling:  a tile is 64 or 128 rows of W by 16 to 256 tokens. W is the side of 64 that the tensor cores fix, the tokens,
+//          however few, are the free one. A producer warp keeps boxes of 64 of the depth coming, W's before the
+//          previous kernel has ended; each warpgroup multiplies 64 rows. With few tiles, a cluster of `split` CTAs shares
+//          one, each a part of the depth; the parts are added through distributed shared memory, in order.
+// Order:   one float32 sum over the depth, 16 at a time, ascending, whatever the tile: with split 1 the bits of an
+//          output depend on its token's row and its row of W alone.
+// Traffic: W once for each tile of tokens, x once for each tile of rows, both through L2; the output once.
+// Checked against rorqual/kernels/linear.py's float64 product.
+#include "rorqual/cluster.cuh"
+#include "rorqual/launch_kernel.cuh"
+#include "rorqual/linear.cuh"
+#include "rorqual/tma.cuh"
+#include "rorqual/wgmma.cuh"
+#include "rorqual/wgmma_n.cuh"
+
+namespace rorqual {
+namespace {
+
+template <int kRowsArg, int kTokensArg, int kStagesArg>
+struct Tiles {
+  static constexpr int kRows = kRowsArg, kTokens = kTokensArg, kStages = kStagesArg;
+  static constexpr int kWarpgroups = kRows / 64, kComputeThreads = 128 * kWarpgroups;
+  static constexpr int kThreads = kComputeThreads + kWarpSize;
+  static constexpr int kDepth = kLinearTileDepth, kRowBytes = 2 * kDepth;
+  static constexpr int kWeightBytes = kRows * kRowBytes, kTokenBytes = kTokens * kRowBytes;
+  static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
+  static constexpr int kBarrierOffset = kStages * kStageBytes;
+  static constexpr int kSmemBytes = kBarrierOffset + 2 * kStages * 8 + 1024;  // room to align the first atom
+  // The sums, [kTokens][kSumPitch] floats, lie where the stages were. Pitch: lanes of different tokens, other banks.
+  static constexpr int kSumPitch = kRows + 4;
+  static_assert(kRowBytes == 128 && kTokens % 8 == 0, "boxes are whole swizzle atoms");
+  static_assert(kTokens * kSumPitch * 4 <= kBarrierOffset && kSmemBytes <= 232448);
+};
+
+struct TilesShape {
+  int row_tiles, token_tiles, blocks_per_part;
+};
+
+// Tiles in the order of CTAs: bands of row tiles, within one the tokens advance slowest, so that those at work at the
+// same time share both operands in L2.
+struct Place {
+  int row_tile, token_tile;
+  __device__ __forceinline__ Place(const TilesShape& shape, int tile) {
+    constexpr int kBand = 8;
+    const int band = tile / (kBand * shape.token_tiles), within = tile - band * kBand * shape.token_tiles;
+    const int width = min(kBand, shape.row_tiles - band * kBand);
+    token_tile = within / width;
+    row_tile = band * kBand + within - token_tile * width;
+  }
+};
+
+template <class T>
+__device__ __forceinline__ void produce(const LinearTileMaps& maps, char* smem, uint64_t* full, uint64_t* empty,
+                                        int first_row, int first_token, int begin, int end) {
+  const int batch = blockIdx.y, ahead = min(end - begin, T::kStages);
+  const auto load_weight = [&](int i) {
+    const int stage = i % T::kStages;
+    mbarrier_arrive_expect_tx(&full[stage], T::kStageBytes);
+    tma_load_3d(smem + stage * T::kStageBytes, &maps.weight, &full[stage], (begin + i) * T::kDepth, first_row, batch);
+  };
+  const auto load_x = [&](int i) {
+    const int stage = i % T::kStages;
+    tma_load_3d(smem + stage * T::kStageBytes + T::kWeightBytes, &maps.x, &full[stage], (begin + i) * T::kDepth,
+                first_token, batch);
+  };
+  for (int i = 0; i < ahead; ++i) load_weight(i);
+  wait_for_previous_kernel();
+  for (int i = 0; i < ahead; ++i) load_x(i);
+  for (int i = ahead; i < end - begin; ++i) {
+    mbarrier_wait(&empty[i % T::kStages], (i / T::kStages + 1) % 2);
+    load_weight(i);
+    load_x(i);
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void multiply(float* sums, char* smem, uint64_t* full, uint64_t* empty, int num_blocks) {
+  const int thread = threadIdx.x, warpgroup = thread / 128, warp = thread / kWarpSize, lane = thread % kWarpSize;
+  float acc[T::kTokens / 2];
+#pragma unroll
+  for (int i = 0; i < T::kTokens / 2; ++i) acc[i] = 0.f;
+  const uint64_t weight_desc = swizzle128_desc(smem_addr(smem) + warpgroup * 64 * T::kRowBytes);
+  const uint64_t x_desc = swizzle128_desc(smem_addr(smem) + T::kWeightBytes);
+  for (int i = 0; i < num_blocks; ++i) {
+    const int stage = i % T::kStages;
+    mbarrier_wait(&full[stage], i / T::kStages % 2);
+    wgmma_fence_operand(acc);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < T::kDepth / 16; ++k) {
+      const int at = (stage * T::kStageBytes + k * 32) / 16;
+      wgmma_m64_ss<T::kTokens>(acc, weight_desc + at, x_desc + at, i > 0 || k > 0);
+    }
+    wgmma_commit();
+    wgmma_fence_operand(acc);
+    wgmma_wait<1>();
+    if (i > 0 && lane == 0) mbarrier_arrive(&empty[(i - 1) % T::kStages]);
+  }
+  wgmma_wait<0>();
+  wgmma_fence_operand(acc);
+  named_barrier_sync(1, T::kComputeThreads);  // all have read the stages that the sums overwrite
+  // acc[4j + 2h + e]: row 16 warp + lane / 4 + 8h of W, token 8j + 2 (lane % 4) + e.
+  float* own = sums + 2 * (lane % 4) * T::kSumPitch + 16 * warp + lane / 4;
+#pragma unroll
+  for (int i = 0; i < T::kTokens / 2; ++i) {
+    own[(i / 4 * 8 + i % 2) * T::kSumPitch + i % 4 / 2 * 8] = acc[i];
+  }
+}
+
+// Eight of a token's sums, those of all parts added in order.
+template <class T>
+__device__ __forceinline__ void load_sums(float (&v)[8], const float* sums, int token, int row, int split) {
+  const float* at = sums + token * T::kSumPitch + row;
+  if (split == 1) {
+    const float4 a = *reinterpret_cast<const float4*>(at), b = *reinterpret_cast<const float4*>(at + 4);
+    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+    return;
+  }
+  const uint32_t own = smem_addr(at);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) v[i] = 0.f;
+  for (int part = 0; part < split; ++part) {
+    const uint32_t addr = cluster_addr(own, part);
+    const float4 a = cluster_load(addr), b = cluster_load(addr + 16);
+    v[0] += a.x, v[1] += a.y, v[2] += a.z, v[3] += a.w, v[4] += b.x, v[5] += b.y, v[6] += b.z, v[7] += b.w;
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void write_out(const LinearParams& p, const float* sums, int first_row, int first_token,
+                                          int split, int part) {
+  const int num_tokens = min(T::kTokens, p.num_tokens - first_token);
+  const int rows_per_item = p.silu_mul ? 16 : 8, per_token = T::kRows / rows_per_item;
+  for (int i = part * T::kComputeThreads + threadIdx.x; i < num_tokens * per_token; i += split * T::kComputeThreads) {
+    const int local_token = i / per_token, local_row = (i - local_token * per_token) * rows_per_item;
+    const int token = first_token + local_token, row = first_row + local_row;
+    if (row >= p.out_features) continue;
+    float v[8];
+    load_sums<T>(v, sums, local_token, local_row, split);
+    if (p.silu_mul) {
+      float up[8];
+      load_sums<T>(up, sums, local_token, local_row + 8, split);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) v[j] = silu(v[j]) * up[j];
+      store_linear(p, blockIdx.y, token, row / 2, v);
+    } else {
+      add_linear_terms(p, token, row, v);
+      store_linear(p, blockIdx.y, token, row, v);
+    }
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(T::kThreads)
+linear_tiles_kernel(const __grid_constant__ LinearParams p, const __grid_constant__ LinearTileMaps maps,
+                    const TilesShape shape, int split) {
+  extern __shared__ char smem_raw[];
+  char* smem = smem_raw + (1024 - smem_addr(smem_raw) % 1024) % 1024;
+  uint64_t* full = reinterpret_cast<uint64_t*>(smem + T::kBarrierOffset);
+  uint64_t* empty = full + T::kStages;
+  const int part = split > 1 ? static_cast<int>(cluster_rank()) : 0;
+  const Place place(shape, blockIdx.x / split);
+  const int first_row = place.row_tile * T::kRows, first_token = place.token_tile * T::kTokens;
+  const int num_blocks = (p.in_features + T::kDepth - 1) / T::kDepth;
+  const int begin = part * shape.blocks_per_part, end = min(num_blocks, begin + shape.blocks_per_part);
+  if (threadIdx.x == 0) {
+    tma_prefetch_map(&maps.weight);
+    tma_prefetch_map(&maps.x);
+    for (int stage = 0; stage < T::kStages; ++stage) {
+      mbarrier_init(&full[stage], 1);
+      mbarrier_init(&empty[stage], T::kComputeThreads / kWarpSize);
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  let_dependents_launch();
+  float* sums = reinterpret_cast<float*>(smem);
+  if (threadIdx.x >= T::kComputeThreads) {
+    if (threadIdx.x == T::kComputeThreads) {
+      produce<T>(maps, smem, full, empty, first_row, first_token, begin, end);
+    }
+    __syncwarp();
+  } else {
+    wait_for_previous_kernel();
+    multiply<T>(sums, smem, full, empty, end - begin);
+    if (split == 1) named_barrier_sync(1, T::kComputeThreads);
+  }
+  if (split > 1) cluster_sync();
+  if (threadIdx.x < T::kComputeThreads) write_out<T>(p, sums, first_row, first_token, split, part);
+  if (split > 1) cluster_sync();  // no CTA leaves while another reads its sums
+}
+
+template <class T>
+cudaError_t launch(const LinearParams& p, const LinearTileMaps& maps, int split, cudaStream_t stream) {
+  TilesShape shape;
+  shape.row_tiles = (p.out_features + T::kRows - 1) / T::kRows;
+  shape.token_tiles = (p.num_tokens + T::kTokens - 1) / T::kTokens;
+  const int num_blocks = (p.in_features + T::kDepth - 1) / T::kDepth;
+  shape.blocks_per_part = (num_blocks + split - 1) / split;
+  const dim3 grid(shape.row_tiles * shape.token_tiles * split, p.batch);
+  return launch_kernel(linear_tiles_kernel<T>, grid, T::kThreads, stream,
+                       {.smem_bytes = T::kSmemBytes, .overlaps = true, .cluster = split}, p, maps, shape, split);
+}
+
+}  // namespace
+
+bool linear_tile_exists(int tile_rows, int tile_tokens) {
+  if (tile_rows == 64) return tile_tokens == 16 || tile_tokens == 32 || tile_tokens == 64;
+  return tile_rows == 128 && (tile_tokens == 64 || tile_tokens == 128 || tile_tokens == 256);
+}
+
+cudaError_t launch_linear_tiles(const LinearParams& p, const LinearTileMaps& maps, int tile_rows, int tile_tokens,
+                                int split, cudaStream_t stream) {
+  if (tile_rows == 64) {
+    switch (tile_tokens) {
+      case 16: return launch<Tiles<64, 16, 8>>(p, maps, split, stream);
+      case 32: return launch<Tiles<64, 32, 8>>(p, maps, split, stream);
+      default: return launch<Tiles<64, 64, 6>>(p, maps, split, stream);
+    }
+  }
+  switch (tile_tokens) {
+    case 64: return launch<Tiles<128, 64, 4>>(p, maps, split, stream);
+    case 128: return launch<Tiles<128, 128, 3>>(p, maps, split, stream);
+    default: return launch<Tiles<128, 256, 4>>(p, maps, split, stream);
+  }
+}
+
+}  // namespace rorqual
