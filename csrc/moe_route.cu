@@ -43,6 +43,8 @@ __global__ void __launch_bounds__(kRouteWarps* kWarpSize) moe_route_kernel(const
   const int token = blockIdx.x * kRouteWarps + threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   if (token >= p.num_tokens) return;
   const float* logits = p.logits + token * p.logits_stride;
+  wait_for_previous_kernel();
+  let_dependents_launch();
 
   float score[kPerLane];
   uint32_t rank[kPerLane];  // key of what is compared; 0 once chosen, excluded or beyond the experts
@@ -133,12 +135,15 @@ __global__ void __launch_bounds__(kRouteWarps* kWarpSize) moe_route_kernel(const
       own_weight = weight;
     }
   }
-  if (lane < p.top_k) {
+  const int columns = p.top_k + p.num_shared;
+  if (lane < columns) {
     float weight = own_weight;
     if (p.normalize) weight /= weight_sum + 1e-20f;
     weight *= p.scale;
-    p.topk_ids[int64_t{token} * p.top_k + lane] = own_id < p.num_experts ? own_id : -1;
-    p.topk_weights[int64_t{token} * p.top_k + lane] = weight;
+    const bool shared = lane >= p.top_k;
+    if (shared) own_id = p.num_experts + lane - p.top_k;
+    p.topk_ids[int64_t{token} * columns + lane] = shared || own_id < p.num_experts ? own_id : -1;
+    p.topk_weights[int64_t{token} * columns + lane] = shared ? 1.f : weight;
   }
 }
 
@@ -224,14 +229,10 @@ __global__ void __launch_bounds__(kPermuteThreads) moe_place_kernel(const MoePer
 cudaError_t launch_moe_route(const MoeRouteParams& p, cudaStream_t stream) {
   const int grid = (p.num_tokens + kRouteWarps - 1) / kRouteWarps, threads = kRouteWarps * kWarpSize;
   const int per_lane = (p.num_experts + kWarpSize - 1) / kWarpSize;
-  if (per_lane <= 2) {
-    moe_route_kernel<2><<<grid, threads, 0, stream>>>(p);
-  } else if (per_lane <= 8) {
-    moe_route_kernel<8><<<grid, threads, 0, stream>>>(p);
-  } else {
-    moe_route_kernel<kMaxExpertsPerLane><<<grid, threads, 0, stream>>>(p);
-  }
-  return cudaGetLastError();
+  const auto kernel = per_lane <= 2   ? moe_route_kernel<2>
+                      : per_lane <= 8 ? moe_route_kernel<8>
+                                      : moe_route_kernel<kMaxExpertsPerLane>;
+  return launch_kernel(kernel, dim3(grid), threads, stream, {.overlaps = true}, p);
 }
 
 cudaError_t launch_moe_permute(const MoePermuteParams& p, cudaStream_t stream) {

@@ -18,6 +18,9 @@ extern "C" int rorqual_moe_route(const RorqualMoeRoute* a, void* stream) {
                       std::to_string(a->topk_group * group_size) + "), got " + std::to_string(a->top_k));
   RORQUAL_REQUIRE(!a->group_by_two || a->topk_group == a->num_groups || group_size >= 2,
                   "moe_route: groups that rank by their two best need two experts");
+  RORQUAL_REQUIRE(a->num_shared >= 0 && a->top_k + a->num_shared <= 32,
+                  "moe_route: num_shared must be >= 0 and top_k + num_shared at most 32, got " +
+                      std::to_string(a->num_shared) + " and " + std::to_string(a->top_k));
   if (a->num_tokens == 0) return 0;
   RORQUAL_REQUIRE(a->topk_ids && a->topk_weights && a->logits, "moe_route: only bias may be NULL");
   const rorqual::MoeRouteParams p{static_cast<int*>(a->topk_ids),
@@ -34,7 +37,8 @@ extern "C" int rorqual_moe_route(const RorqualMoeRoute* a, void* stream) {
                                   a->sigmoid != 0,
                                   a->group_by_two != 0,
                                   a->normalize != 0,
-                                  a->scale};
+                                  a->scale,
+                                  a->num_shared};
   return rorqual::from_cuda(rorqual::launch_moe_route(p, static_cast<cudaStream_t>(stream)), "moe_route");
 }
 

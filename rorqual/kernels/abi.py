@@ -53,7 +53,7 @@ class MoeRouteArgs(ctypes.Structure):
     _fields_: ClassVar = _fields(
         ptr="topk_ids topk_weights logits bias",
         i64="logits_stride",
-        i32="num_tokens num_experts top_k num_groups topk_group sigmoid group_by_two normalize",
+        i32="num_tokens num_experts top_k num_groups topk_group sigmoid group_by_two normalize num_shared",
         f32="scale",
     )
 
@@ -66,6 +66,23 @@ class MoePermuteArgs(ctypes.Structure):
 
 
 # ---- experts ----
+
+
+class ExpertsArgs(ctypes.Structure):
+    _fields_: ClassVar = _fields(
+        ptr="y h groups expert_starts token_of row_of chunk_counts x topk_ids gate_up down",
+        i64="x_stride row_capacity",
+        i32="num_tokens top_k num_experts hidden width group_tokens gathers packed num_ctas",
+    )
+
+
+class ExpertsCombineArgs(ctypes.Structure):
+    _fields_: ClassVar = _fields(
+        ptr="residual normed norm_weight y row_of topk_weights",
+        i64="residual_stride normed_stride",
+        i32="num_tokens top_k hidden",
+        f32="eps",
+    )
 
 
 # ---- prefill ----

@@ -24,13 +24,17 @@ def route(
     norm_topk_prob: bool,
     scale_normed: bool,
     routed_scaling_factor: float,
+    num_shared: int = 0,
     library: KernelLibrary | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose experts: (topk_ids int32 [num_tokens, top_k], topk_weights float32 [num_tokens, top_k]).
+    """Choose experts: (topk_ids int32 [num_tokens, top_k + num_shared], topk_weights float32, the same shape).
 
     logits: float32 [num_tokens, num_experts], rows may be strided, at most 512 experts in at most 32 groups; bias:
-    float32 [num_experts] or None. The rules are `reference.router_scores` and `reference.route`.
+    float32 [num_experts] or None. The rules are `reference.router_scores` and `reference.route`. The last num_shared
+    columns are the shared experts, which all tokens choose: ids num_experts, num_experts + 1 …, weight 1.
     """
+    if num_shared < 0:
+        raise ValueError(f"num_shared must be >= 0, got {num_shared}")
     if scoring_func not in ("softmax", "sigmoid"):
         raise ValueError(f"scoring_func: needs softmax or sigmoid, got {scoring_func!r}")
     if topk_method not in ("greedy", "group_limited_greedy", "noaux_tc"):
@@ -52,10 +56,12 @@ def route(
                 scale_normed=scale_normed,
                 routed_scaling_factor=routed_scaling_factor,
             )
-            return ids.to(torch.int32), weights
+            shared = torch.arange(num_experts, num_experts + num_shared, dtype=torch.int32).expand(num_tokens, -1)
+            ids = torch.cat((ids.to(torch.int32), shared), dim=-1)
+            return ids, torch.cat((weights, torch.ones(shared.shape)), dim=-1)
         library = load()
-    topk_ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
-    topk_weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
+    topk_ids = torch.empty((num_tokens, top_k + num_shared), dtype=torch.int32, device=logits.device)
+    topk_weights = torch.empty(topk_ids.shape, dtype=torch.float32, device=logits.device)
     limited = topk_method != "greedy" and topk_group < n_group
     normalize = norm_topk_prob and top_k > 1
     args = MoeRouteArgs(
@@ -72,6 +78,7 @@ def route(
         sigmoid=int(scoring_func == "sigmoid"),
         group_by_two=int(topk_method == "noaux_tc"),
         normalize=int(normalize),
+        num_shared=num_shared,
         scale=1.0 if normalize and not scale_normed else routed_scaling_factor,
     )
     library.call("rorqual_moe_route", args, current_stream(logits.device))

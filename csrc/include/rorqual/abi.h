@@ -87,8 +87,8 @@ typedef struct {
 int rorqual_mla_decode(const RorqualMlaDecode* args, void* stream);
 
 typedef struct {
-  void* topk_ids;     /* i32 [num_tokens, top_k], best first, the lower index first among equals */
-  void* topk_weights; /* f32 [num_tokens, top_k] */
+  void* topk_ids;     /* i32 [num_tokens, top_k + num_shared], best first, the lower index first among equals */
+  void* topk_weights; /* f32 [num_tokens, top_k + num_shared] */
   const void* logits; /* f32 [num_tokens, num_experts] */
   const void* bias;   /* f32 [num_experts] or NULL: added for the ranking, not to the weights */
   int64_t logits_stride;
@@ -97,6 +97,7 @@ typedef struct {
   int32_t sigmoid;                /* 1: sigmoid scores; 0: softmax */
   int32_t group_by_two;           /* 1: a group ranks by the sum of its two best; 0: by its best */
   int32_t normalize;              /* 1: divide the weights by their sum */
+  int32_t num_shared;             /* further columns, last: experts num_experts, num_experts + 1 ... with weight 1 */
   float scale;                    /* then multiply them */
 } RorqualMoeRoute;
 int rorqual_moe_route(const RorqualMoeRoute* args, void* stream);
@@ -112,6 +113,45 @@ typedef struct {
 int rorqual_moe_permute(const RorqualMoePermute* args, void* stream);
 
 /* ---- experts ---- */
+
+/* One layer's experts. plan, gate_up and down are called in this order on one stream, with nothing in between. */
+typedef struct {
+  void* y;             /* bf16 [row_capacity, hidden]: the choices' outputs, in expert order; gate_up uses it too */
+  void* h;             /* bf16 [row_capacity, width] */
+  void* groups;        /* i32 [1 + num_experts + row_capacity / 8, 4], 16-byte aligned, written by plan */
+  void* expert_starts; /* i32 [num_experts + 1], written by plan */
+  void* token_of;      /* i32 [row_capacity], written by plan */
+  void* row_of;        /* i32 [num_tokens, top_k], written by plan: a choice's row, -1 where topk_ids is no expert */
+  void* chunk_counts;  /* i32 [rorqual_experts_plan_chunks(num_tokens * top_k), num_experts], scratch */
+  const void* x;        /* bf16 [num_tokens, hidden] */
+  const void* topk_ids; /* i32 [num_tokens, top_k] */
+  const void* gate_up;  /* bf16 [num_experts, 2 * width, hidden], gate and up rows alternating by eight */
+  const void* down;     /* bf16 [num_experts, hidden, width] */
+  int64_t x_stride, row_capacity; /* rows: >= num_tokens * top_k */
+  int32_t num_tokens, top_k, num_experts;
+  int32_t hidden, width; /* multiples of 128 and of 64 */
+  int32_t group_tokens;  /* tokens of a tile at most: a multiple of 8 in [8, 256] */
+  int32_t gathers;       /* 1: gate_up takes rows of x one by one (group_tokens <= 64); 0: in boxes of a sorted copy */
+  int32_t packed;        /* bit 0: gate_up, bit 1: down lies in boxes of [128, 64], swizzled, one after the other */
+  int32_t num_ctas;      /* multiprocessors to use */
+} RorqualExperts;
+int32_t rorqual_experts_plan_chunks(int32_t num_choices);
+int rorqual_experts_plan(const RorqualExperts* args, void* stream);
+int rorqual_experts_gate_up(const RorqualExperts* args, void* stream);
+int rorqual_experts_down(const RorqualExperts* args, void* stream);
+
+typedef struct {
+  void* residual;           /* bf16 [num_tokens, hidden]: becomes residual + the weighted sum, rounded once */
+  void* normed;             /* bf16 [num_tokens, hidden] or NULL: RMSNorm of the new residual times norm_weight */
+  const void* norm_weight;  /* bf16 [hidden] or NULL */
+  const void* y;            /* bf16 [rows, hidden] */
+  const void* row_of;       /* i32 [num_tokens, top_k], negative: no expert */
+  const void* topk_weights; /* f32 [num_tokens, top_k] */
+  int64_t residual_stride, normed_stride;
+  int32_t num_tokens, top_k, hidden;
+  float eps;
+} RorqualExpertsCombine;
+int rorqual_experts_combine(const RorqualExpertsCombine* args, void* stream);
 
 
 /* ---- prefill ---- */

@@ -86,8 +86,8 @@ constexpr int mla_tile_rows(MlaDecodeKernel kernel) {
 }
 
 struct MoeRouteParams {
-  int* topk_ids;        // [num_tokens, top_k], best first
-  float* topk_weights;  // [num_tokens, top_k]
+  int* topk_ids;        // [num_tokens, top_k + num_shared], best first
+  float* topk_weights;  // [num_tokens, top_k + num_shared]
   const float* logits;  // [num_tokens, num_experts]
   const float* bias;    // [num_experts] or null: added for the ranking, not to the weights
   int64_t logits_stride;
@@ -97,6 +97,7 @@ struct MoeRouteParams {
   bool group_by_two;                       // a group's rank is the sum of its two best, else its best
   bool normalize;
   float scale;
+  int num_shared;  // further columns behind the top_k: experts num_experts, num_experts + 1 … with weight 1
 };
 cudaError_t launch_moe_route(const MoeRouteParams& p, cudaStream_t stream);
 
@@ -111,6 +112,61 @@ struct MoePermuteParams {
 cudaError_t launch_moe_permute(const MoePermuteParams& p, cudaStream_t stream);
 
 // ---- experts ----
+
+// Weight rows of a tile of the grouped products; a width is a multiple of half of it, hidden of all of it.
+inline constexpr int kExpertsTileRows = 128;
+
+// Choices in expert order, cut into groups of one expert's rows.
+struct ExpertsPlanParams {
+  int* expert_starts;   // [num_experts + 1]
+  int4* groups;         // [1 + groups]: {number of groups, 0, 0, 0}, then {expert, first row, rows, 0}
+  int* token_of;        // [num_choices]: a row's token; rows from expert_starts[num_experts] on: untouched
+  int* row_of;          // [num_choices]: a choice's row; -1 where topk_ids is no expert
+  int* chunk_counts;    // [experts_plan_chunks(num_choices), num_experts], scratch
+  const int* topk_ids;  // [num_tokens, top_k]
+  int num_choices, top_k, num_experts;
+  int group_tokens;  // rows of a group at most, a multiple of 8
+};
+int experts_plan_chunks(int num_choices);
+cudaError_t launch_experts_plan(const ExpertsPlanParams& p, cudaStream_t stream);
+
+// x in the rows' order.
+struct ExpertsSortParams {
+  __nv_bfloat16* sorted;   // [num_tokens * top_k, hidden]
+  const __nv_bfloat16* x;  // [num_tokens, hidden]
+  const int* row_of;       // [num_tokens, top_k]
+  int64_t x_stride;
+  int num_tokens, top_k, hidden;
+};
+cudaError_t launch_experts_sort(const ExpertsSortParams& p, cudaStream_t stream);
+
+struct ExpertsProductParams {
+  CUtensorMap weight_map;  // [num_experts, weight rows, k] in boxes of kExpertsTileRows x 64
+  CUtensorMap token_map;   // [rows, k] in boxes of box_rows x 64; of 1 x 64 where token_of gathers
+  const __nv_bfloat16* packed_weight;  // or null: the weight's boxes one after the other, as they lie in shared memory
+  __nv_bfloat16* out;                  // [rows, out_width]
+  const int4* groups;                  // the plan's
+  const int* token_of;                 // the plan's, or null: the tokens lie in the rows' order
+  int weight_tiles, steps;             // weight rows / kExpertsTileRows, k / 64
+  int out_width, group_tokens, box_rows;
+};
+// silu(gate) * up, of the weight's alternating rows; and the plain product, which starts before its tokens are there.
+cudaError_t launch_experts_gate_up(const ExpertsProductParams& p, int num_ctas, cudaStream_t stream);
+cudaError_t launch_experts_down(const ExpertsProductParams& p, int num_ctas, cudaStream_t stream);
+
+// residual += the weighted sum of a token's rows, in order of choice; then RMSNorm of it, if wanted.
+struct ExpertsCombineParams {
+  __nv_bfloat16* residual;           // [num_tokens, hidden]
+  __nv_bfloat16* normed;             // [num_tokens, hidden] or null
+  const __nv_bfloat16* norm_weight;  // [hidden] or null
+  const __nv_bfloat16* y;            // [rows, hidden]
+  const int* row_of;                 // [num_tokens, top_k]; -1: nothing
+  const float* topk_weights;         // [num_tokens, top_k]
+  int64_t residual_stride, normed_stride;
+  int num_tokens, top_k, hidden;
+  float eps;
+};
+cudaError_t launch_experts_combine(const ExpertsCombineParams& p, cudaStream_t stream);
 
 
 // ---- prefill ----

@@ -1,0 +1,112 @@
+// moe_combine.cu: the experts' outputs back into the residual stream, with the RMSNorm that follows.
+// Tiling:  one CTA a token; a thread keeps its 16-byte vectors of the row in float32. A token's rows are added in order of
+//          choice, the residual last; the sum is rounded once. The norm is rms_norm.cu's, sum for sum.
+// Traffic: 2 * top_k B read a value, 4 B read and written for the residual, 2 B written normalised. HBM-bound.
+// Checked against rorqual/kernels/experts.py::moe_combine on CPU tensors, and the norm bit for bit against rms_norm.
+#include "rorqual/device.cuh"
+#include "rorqual/launch.h"
+#include "rorqual/launch_kernel.cuh"
+
+namespace rorqual {
+namespace {
+
+constexpr int kVecElems = 8;  // bf16 in 16 bytes
+constexpr int kMaxThreads = 256;
+constexpr int kMaxVecs = 8;  // a thread's vectors at most, so rows of up to 16,384 values
+
+// kVecs: 16-byte vectors a thread; vector v of thread t is t + v * blockDim.x.
+template <int kVecs>
+__global__ void __launch_bounds__(kMaxThreads) experts_combine_kernel(const ExpertsCombineParams p, int num_vecs) {
+  const int64_t token = blockIdx.x;
+  wait_for_previous_kernel();
+  let_dependents_launch();
+  const int* rows = p.row_of + token * p.top_k;
+  const float* weights = p.topk_weights + token * p.top_k;
+  float sum[kVecs][kVecElems] = {};
+#pragma unroll 4
+  for (int choice = 0; choice < p.top_k; ++choice) {
+    const int row = rows[choice];
+    if (row < 0) continue;
+    const float weight = weights[choice];
+    const uint4* y = reinterpret_cast<const uint4*>(p.y + int64_t{row} * p.hidden);
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+      const int idx = threadIdx.x + v * blockDim.x;
+      if (idx >= num_vecs) continue;
+      const uint4 vec = y[idx];
+      const uint32_t* pairs = reinterpret_cast<const uint32_t*>(&vec);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sum[v][2 * i] = fmaf(weight, bf16_low(pairs[i]), sum[v][2 * i]);
+        sum[v][2 * i + 1] = fmaf(weight, bf16_high(pairs[i]), sum[v][2 * i + 1]);
+      }
+    }
+  }
+  uint4* residual = reinterpret_cast<uint4*>(p.residual + token * p.residual_stride);
+  uint4 vecs[kVecs];
+  float squares = 0.f;
+#pragma unroll
+  for (int v = 0; v < kVecs; ++v) {
+    const int idx = threadIdx.x + v * blockDim.x;
+    vecs[v] = make_uint4(0, 0, 0, 0);
+    if (idx >= num_vecs) continue;
+    const uint4 old = residual[idx];
+    const uint32_t* a = reinterpret_cast<const uint32_t*>(&old);
+    uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      pairs[i] = pack_bf16(bf16_low(a[i]) + sum[v][2 * i], bf16_high(a[i]) + sum[v][2 * i + 1]);
+      squares += bf16_low(pairs[i]) * bf16_low(pairs[i]) + bf16_high(pairs[i]) * bf16_high(pairs[i]);
+    }
+    vecs[v] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    residual[idx] = vecs[v];
+  }
+  if (p.normed == nullptr) return;
+
+  squares = warp_sum(squares);
+  __shared__ float warp_squares[kMaxThreads / kWarpSize];
+  const int num_warps = blockDim.x / kWarpSize;
+  if (num_warps > 1) {
+    if (threadIdx.x % kWarpSize == 0) warp_squares[threadIdx.x / kWarpSize] = squares;
+    __syncthreads();
+    squares = 0.f;
+    for (int w = 0; w < num_warps; ++w) squares += warp_squares[w];
+  }
+  const float inv_rms = rsqrtf(squares * (1.f / static_cast<float>(p.hidden)) + p.eps);
+  const uint4* weight_vecs = reinterpret_cast<const uint4*>(p.norm_weight);
+  uint4* normed = reinterpret_cast<uint4*>(p.normed + token * p.normed_stride);
+#pragma unroll
+  for (int v = 0; v < kVecs; ++v) {
+    const int idx = threadIdx.x + v * blockDim.x;
+    if (idx >= num_vecs) continue;
+    const uint4 w = weight_vecs[idx];
+    const uint32_t* a = reinterpret_cast<const uint32_t*>(&vecs[v]);
+    const uint32_t* b = reinterpret_cast<const uint32_t*>(&w);
+    uint32_t y[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // rounded to bf16 before the product, as the published model does
+      y[i] = pack_bf16(round_bf16(bf16_low(a[i]) * inv_rms) * bf16_low(b[i]),
+                       round_bf16(bf16_high(a[i]) * inv_rms) * bf16_high(b[i]));
+    }
+    normed[idx] = make_uint4(y[0], y[1], y[2], y[3]);
+  }
+}
+
+template <int kVecs>
+cudaError_t launch(const ExpertsCombineParams& p, int threads, int num_vecs, cudaStream_t stream) {
+  return launch_kernel(experts_combine_kernel<kVecs>, dim3(p.num_tokens), threads, stream, {.overlaps = true}, p,
+                       num_vecs);
+}
+
+}  // namespace
+
+cudaError_t launch_experts_combine(const ExpertsCombineParams& p, cudaStream_t stream) {
+  const int num_vecs = p.hidden / kVecElems;
+  const int threads = num_vecs >= kMaxThreads ? kMaxThreads : (num_vecs + kWarpSize - 1) / kWarpSize * kWarpSize;
+  const int vecs = (num_vecs + threads - 1) / threads;
+  if (vecs <= 1) return launch<1>(p, threads, num_vecs, stream);
+  if (vecs <= 4) return launch<4>(p, threads, num_vecs, stream);
+  return launch<kMaxVecs>(p, threads, num_vecs, stream);
+}
+
+}  // namespace rorqual

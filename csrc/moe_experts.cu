@@ -1,0 +1,335 @@
+// moe_experts.cu: the two grouped products of a mixture of experts: gate/up with SiLU and product, and down.
+//
+// Tokens in expert order are cut into groups of one expert's rows (moe_plan.cu); a tile is 128 rows of that expert's
+// weight times one group. The weights are the side of 64 that the tensor cores fix and the tokens are the free side, so a
+// tile costs what its tokens need (8, 16, 32, 64, 96 … 256 columns): one kernel serves 1 token and 16,384.
+// Tiling:  one persistent CTA an SM takes tiles blockIdx.x, + gridDim.x …, a group's tiles side by side, so that groups of
+//          one expert share its weights in L2. Two warpgroups take 64 weight rows each; a producer warp keeps up to twelve
+//          stages of 64 k in flight: 16 KiB of weights, and the group's tokens. Token rows are gathered one by one
+//          from x (few) or come as boxes of rows already in order (many, and the second product).
+//          Gate and up rows alternate by eight in the packed weight, so both values of a column meet in one thread.
+//          An accumulator is turned through shared memory and leaves in 16-byte pieces of rows.
+// Sums:    each output is one sum over k in order, by the same instructions whatever the group's size: its bits do not
+//          depend on the other tokens. Checked by the tests.
+// Traffic: the chosen experts' weights once from HBM (again from L2 for each further group of an expert), tokens from L2.
+//          2,048 x 1,408: 11.5 MB an expert for gate/up, 5.8 MB for down. HBM-bound up to about 180 tokens an expert.
+// The second product starts its weights before the first has ended (dependent launch).
+// Checked against rorqual/kernels/experts.py::moe_experts on CPU tensors.
+#include <type_traits>
+
+#include "rorqual/device.cuh"
+#include "rorqual/launch.h"
+#include "rorqual/launch_kernel.cuh"
+#include "rorqual/tma.cuh"
+#include "rorqual/wgmma.cuh"
+#include "rorqual/wgmma_n.cuh"
+
+namespace rorqual {
+namespace {
+
+struct Tile {
+  static constexpr int kWeightRows = kExpertsTileRows, kGroupRows = 64;  // of a tile; of a warpgroup
+  static constexpr int kDepth = 64, kStepsPerStage = kDepth / 16;
+  static constexpr int kRowBytes = kDepth * 2;
+  static constexpr int kWeightBytes = kWeightRows * kRowBytes;
+  static constexpr int kMaxStages = 12;
+  static constexpr int kWarpgroup = 128, kWarps = 4;
+  static constexpr int kComputeThreads = 2 * kWarpgroup, kThreads = kComputeThreads + kWarpgroup;
+  static constexpr int kComputeRegisters = 232, kProducerRegisters = 40;
+  static_assert(kComputeThreads * kComputeRegisters + kWarpgroup * kProducerRegisters <= 65536);
+  static constexpr int kSmemLimit = 232448;
+  static constexpr int kAlign = 1024;
+  static constexpr int kBarrierBytes = 2 * kMaxStages * 8;
+  static constexpr int kTurnTokens = 128;  // tokens that a warpgroup turns at once
+  static constexpr int kTurned = 1;        // + warpgroup: the named barrier around its turning
+};
+
+// The columns that a tile of so many tokens computes.
+__host__ __device__ constexpr int tile_columns(int tokens) {
+  return tokens <= 16 ? (tokens + 7) / 8 * 8 : (tokens + 31) / 32 * 32;
+}
+
+struct Layout {  // of shared memory: stages, what the warpgroups turn, barriers
+  int stage_bytes, turn_bytes, stages, total;
+  __host__ __device__ explicit Layout(int group_tokens) {
+    const int columns = tile_columns(group_tokens);
+    stage_bytes = Tile::kWeightBytes + columns * Tile::kRowBytes;
+    turn_bytes = (columns < Tile::kTurnTokens ? columns : Tile::kTurnTokens) * Tile::kRowBytes;
+    const int room = Tile::kSmemLimit - Tile::kAlign - Tile::kBarrierBytes - 2 * turn_bytes;
+    stages = room / stage_bytes < Tile::kMaxStages ? room / stage_bytes : Tile::kMaxStages;
+    total = Tile::kAlign + stages * stage_bytes + 2 * turn_bytes + Tile::kBarrierBytes;
+  }
+};
+
+struct Stage {  // the next stage of the ring, and the parity of its turn
+  int index = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void next(int stages) {
+    if (++index == stages) {
+      index = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+struct Smem {
+  char* stages;
+  char* turn;
+  uint64_t* full;
+  uint64_t* empty;
+  int stage_bytes, turn_bytes, num_stages;
+};
+
+// Copies `num_bytes` that lie in order.
+__device__ __forceinline__ void bulk_load(void* dst, const void* src, uint64_t* barrier, int num_bytes) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   smem_addr(dst)),
+               "l"(src), "r"(num_bytes), "r"(smem_addr(barrier))
+               : "memory");
+}
+
+// Stores 8x8 matrices of bf16 transposed: lane 8 i + r gives the address of matrix i's row r after turning.
+__device__ __forceinline__ void store_turned(uint32_t addr, const uint32_t (&m)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(addr), "r"(m[0]),
+               "r"(m[1]), "r"(m[2]), "r"(m[3])
+               : "memory");
+}
+__device__ __forceinline__ void store_turned(uint32_t addr, const uint32_t (&m)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(addr), "r"(m[0]), "r"(m[1])
+               : "memory");
+}
+__device__ __forceinline__ void store_turned(uint32_t addr, const uint32_t (&m)[1]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(addr), "r"(m[0]) : "memory");
+}
+
+__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
+
+template <bool kDown>
+__device__ __forceinline__ void produce(const ExpertsProductParams& p, const Smem& smem) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int num_tiles = p.groups[0].x * p.weight_tiles;
+  Stage stage;
+  const auto load_weights = [&](int index, int4 group, int weight_tile, int step, int token_bytes) {
+    char* dst = smem.stages + index * smem.stage_bytes;
+    uint64_t* full = smem.full + index;
+    mbarrier_arrive_expect_tx(full, Tile::kWeightBytes + token_bytes);
+    if (p.packed_weight != nullptr) {
+      const int64_t at = (int64_t{group.x} * p.weight_tiles + weight_tile) * p.steps + step;
+      bulk_load(dst, p.packed_weight + at * (Tile::kWeightBytes / 2), full, Tile::kWeightBytes);
+    } else {
+      tma_load_3d(dst, &p.weight_map, full, step * Tile::kDepth, weight_tile * Tile::kWeightRows, group.x);
+    }
+  };
+
+  bool first = true;
+  for (int tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
+    const int4 group = p.groups[1 + tile / p.weight_tiles];  // expert, first row, rows
+    const int weight_tile = tile % p.weight_tiles;
+    const bool gathers = p.token_of != nullptr;
+    const int pieces = gathers ? group.z : (group.z + p.box_rows - 1) / p.box_rows;
+    const int piece_bytes = (gathers ? 1 : p.box_rows) * Tile::kRowBytes;
+    const int token_bytes = pieces * piece_bytes;
+    int ahead = 0;  // stages of this tile whose weights are under way already
+    if (kDown && first) {
+      // Weights depend on no kernel, and the groups are older than the previous kernel; what it wrote comes after.
+      for (; ahead < min(smem.num_stages, p.steps); ++ahead) {
+        if (lane == 0) load_weights(ahead, group, weight_tile, ahead, token_bytes);
+      }
+      wait_for_previous_kernel();
+      __syncwarp();
+    }
+    first = false;
+    int own_row[2] = {0, 0};  // gathering: the tokens of pieces `lane` and `lane + 32`
+    if (gathers) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (lane + i * kWarpSize < pieces) own_row[i] = p.token_of[group.y + lane + i * kWarpSize];
+      }
+    }
+    for (int step = 0; step < p.steps; ++step, stage.next(smem.num_stages)) {
+      uint64_t* full = smem.full + stage.index;
+      if (step >= ahead) {
+        mbarrier_wait(smem.empty + stage.index, stage.parity ^ 1);
+        if (lane == 0) load_weights(stage.index, group, weight_tile, step, token_bytes);
+        __syncwarp();
+      }
+      char* dst = smem.stages + stage.index * smem.stage_bytes + Tile::kWeightBytes;
+      if (gathers) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int piece = lane + i * kWarpSize;
+          if (piece < pieces) {
+            tma_load_3d(dst + piece * Tile::kRowBytes, &p.token_map, full, step * Tile::kDepth, own_row[i], 0);
+          }
+        }
+      } else if (lane < pieces) {
+        tma_load_3d(dst + lane * piece_bytes, &p.token_map, full, step * Tile::kDepth, group.y + lane * p.box_rows, 0);
+      }
+    }
+  }
+  if (kDown && first) wait_for_previous_kernel();  // this kernel's end must mean the previous one's
+}
+
+// One warpgroup's half of a tile: kTokens columns, of which the group's are stored.
+template <bool kDown, int kTokens>
+__device__ __forceinline__ void compute_tile(const ExpertsProductParams& p, const Smem& smem, Stage& stage, int4 group,
+                                             int weight_tile, int half) {
+  const int thread = threadIdx.x % Tile::kWarpgroup, warp = thread / kWarpSize, lane = thread % kWarpSize;
+  const uint64_t weights =
+      swizzle128_desc(smem_addr(smem.stages) + half * Tile::kGroupRows * Tile::kRowBytes);
+  const uint64_t tokens = swizzle128_desc(smem_addr(smem.stages) + Tile::kWeightBytes);
+  float sums[kTokens / 2] = {};  // else the registers of all sizes would be alive through the whole loop of tiles
+  int previous = 0;
+  for (int step = 0; step < p.steps; ++step) {
+    mbarrier_wait(smem.full + stage.index, stage.parity);
+    const uint64_t at = stage.index * (smem.stage_bytes / 16);
+    wgmma_fence_operand(sums);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < Tile::kStepsPerStage; ++k) {
+      wgmma_m64_ss<kTokens>(sums, weights + at + k * 2, tokens + at + k * 2, step + k > 0);
+    }
+    wgmma_commit();
+    wgmma_fence_operand(sums);
+    if (step > 0) {
+      wgmma_wait<1>();  // the step before this one
+      if (lane == 0) mbarrier_arrive(smem.empty + previous);
+    }
+    previous = stage.index;
+    stage.next(smem.num_stages);
+  }
+  wgmma_wait<0>();
+  wgmma_fence_operand(sums);
+  if (lane == 0) mbarrier_arrive(smem.empty + previous);
+
+  // sums[4 j + 2 h + e]: weight row 16 warp + lane / 4 + 8 h of this half, token 8 j + 2 (lane % 4) + e.
+  constexpr int kCols = kDown ? 64 : 32;             // output columns of this half: gate and up become one
+  constexpr int kPieces = kCols / 8, kBytes = kCols * 2;  // of a turned row: 16-byte pieces, bytes
+  constexpr int kTurn = kDown && kTokens > Tile::kTurnTokens ? Tile::kTurnTokens : kTokens;
+  char* turn = smem.turn + half * smem.turn_bytes;
+  const uint32_t turn_addr = smem_addr(turn);
+  // Pieces are exchanged within 128 bytes so that eight rows meet all banks.
+  const auto place = [&](int token, int piece) {
+    return token * kBytes + ((piece ^ (kDown ? token & 7 : token >> 1 & 3)) << 4);
+  };
+  __nv_bfloat16* out = p.out + int64_t{group.y} * p.out_width + weight_tile * 2 * kCols + half * kCols;
+#pragma unroll
+  for (int begin = 0; begin < kTokens; begin += kTurn) {
+    constexpr int kBlocks = kTurn / 8;
+    named_barrier_sync(Tile::kTurned + half, Tile::kWarpgroup);  // what was turned before has been read
+    if constexpr (kDown) {
+      constexpr int kAtOnce = kBlocks % 2 == 0 ? 2 : 1;
+#pragma unroll
+      for (int j = 0; j < kBlocks; j += kAtOnce) {
+        if (begin + 8 * j >= kTokens) continue;  // known when unrolled
+        uint32_t pairs[2 * kAtOnce];
+#pragma unroll
+        for (int i = 0; i < 2 * kAtOnce; ++i) {
+          const int at = 4 * (begin / 8 + j + i / 2) + 2 * (i % 2);
+          pairs[i] = pack_bf16(sums[at], sums[at + 1]);
+        }
+        const int token = 8 * (j + (kAtOnce == 2 ? lane / 16 : 0)) + lane % 8;
+        store_turned(turn_addr + place(token, 2 * warp + lane / 8 % 2), pairs);
+      }
+    } else {
+      constexpr int kAtOnce = kBlocks % 4 == 0 ? 4 : kBlocks;
+#pragma unroll
+      for (int j = 0; j < kBlocks; j += kAtOnce) {
+        uint32_t pairs[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const int at = 4 * (j + i);
+          pairs[i] = pack_bf16(silu(sums[at]) * sums[at + 2], silu(sums[at + 1]) * sums[at + 3]);
+        }
+        const int token = 8 * (j + lane / 8 % kAtOnce) + lane % 8;
+        store_turned(turn_addr + place(token, warp), pairs);
+      }
+    }
+    named_barrier_sync(Tile::kTurned + half, Tile::kWarpgroup);
+    const int rows = min(group.z - begin, kTurn);
+    for (int i = thread; i < rows * kPieces; i += Tile::kWarpgroup) {
+      const int token = i / kPieces, piece = i % kPieces;
+      *reinterpret_cast<uint4*>(out + int64_t{begin + token} * p.out_width + piece * 8) =
+          *reinterpret_cast<const uint4*>(turn + place(token, piece));
+    }
+  }
+}
+
+template <bool kDown>
+__device__ __forceinline__ void compute(const ExpertsProductParams& p, const Smem& smem) {
+  const int half = threadIdx.x / Tile::kWarpgroup;
+  const int num_tiles = p.groups[0].x * p.weight_tiles;
+  Stage stage;
+  for (int tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
+    const int4 group = p.groups[1 + tile / p.weight_tiles];
+    const int weight_tile = tile % p.weight_tiles;
+    const auto with = [&](auto tokens) {
+      compute_tile<kDown, decltype(tokens)::value>(p, smem, stage, group, weight_tile, half);
+    };
+    switch (tile_columns(group.z)) {
+      case 8: with(std::integral_constant<int, 8>{}); break;
+      case 16: with(std::integral_constant<int, 16>{}); break;
+      case 32: with(std::integral_constant<int, 32>{}); break;
+      case 64: with(std::integral_constant<int, 64>{}); break;
+      case 96: with(std::integral_constant<int, 96>{}); break;
+      case 128: with(std::integral_constant<int, 128>{}); break;
+      case 160: with(std::integral_constant<int, 160>{}); break;
+      case 192: with(std::integral_constant<int, 192>{}); break;
+      case 224: with(std::integral_constant<int, 224>{}); break;
+      default: with(std::integral_constant<int, 256>{});
+    }
+  }
+}
+
+template <bool kDown>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    experts_product_kernel(const __grid_constant__ ExpertsProductParams p) {
+  extern __shared__ char smem_raw[];
+  const Layout layout(p.group_tokens);
+  Smem smem;
+  smem.stages = smem_raw + (Tile::kAlign - smem_addr(smem_raw) % Tile::kAlign) % Tile::kAlign;
+  smem.turn = smem.stages + layout.stages * layout.stage_bytes;
+  smem.full = reinterpret_cast<uint64_t*>(smem.turn + 2 * layout.turn_bytes);
+  smem.empty = smem.full + Tile::kMaxStages;
+  smem.stage_bytes = layout.stage_bytes;
+  smem.turn_bytes = layout.turn_bytes;
+  smem.num_stages = layout.stages;
+  if (threadIdx.x == 0) {
+    tma_prefetch_map(&p.weight_map);
+    tma_prefetch_map(&p.token_map);
+    for (int i = 0; i < layout.stages; ++i) {
+      mbarrier_init(smem.full + i, 1);
+      mbarrier_init(smem.empty + i, 2 * Tile::kWarps);
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  // The second product's groups were there before the first one, its previous kernel, let it start.
+  if (!kDown) wait_for_previous_kernel();
+  let_dependents_launch();
+  if (threadIdx.x < Tile::kComputeThreads) {
+    take_registers<Tile::kComputeRegisters>();
+    compute<kDown>(p, smem);
+  } else {
+    release_registers<Tile::kProducerRegisters>();
+    if (threadIdx.x < Tile::kComputeThreads + kWarpSize) produce<kDown>(p, smem);
+  }
+}
+
+template <bool kDown>
+cudaError_t launch(const ExpertsProductParams& p, int num_ctas, cudaStream_t stream) {
+  const Layout layout(p.group_tokens);
+  return launch_kernel(experts_product_kernel<kDown>, dim3(num_ctas), Tile::kThreads, stream,
+                       {.smem_bytes = layout.total, .overlaps = true}, p);
+}
+
+}  // namespace
+
+cudaError_t launch_experts_gate_up(const ExpertsProductParams& p, int num_ctas, cudaStream_t stream) {
+  return launch<false>(p, num_ctas, stream);
+}
+cudaError_t launch_experts_down(const ExpertsProductParams& p, int num_ctas, cudaStream_t stream) {
+  return launch<true>(p, num_ctas, stream);
+}
+
+}  // namespace rorqual
