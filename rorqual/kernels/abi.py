@@ -104,6 +104,13 @@ class GatherLatentsArgs(ctypes.Structure):
 
 
 # ---- sampling ----
+class SampleArgs(ctypes.Structure):
+    _fields_: ClassVar = _fields(
+        ptr="out_tokens out_sound out_logprobs out_ranks out_top_ids out_top_logprobs workspace logits slots positions "
+        "active targets records bias states masks",
+        i64="workspace_bytes logits_stride pool_stride mask_stride",
+        i32="num_rows vocab_size workspace_rows positions_bytes active_bytes num_top",
+    )
 
 
 # ---- step state ----

@@ -192,6 +192,36 @@ int rorqual_gather_latents(const RorqualGatherLatents* args, void* stream);
 
 
 /* ---- sampling ---- */
+/* A row's parameters lie in the record of its slot, 16 words of 32 bits:
+ *   temperature f32 (below 1e-5: greedy), top_p f32, top_k i32 (0: off), min_p f32, seed u64, choice_index u32,
+ *   num_logprobs i32 (-1: none), adjust_idx i32 (-1: none), mask_idx i32 (-1: none), num_prompt_tokens i32,
+ *   min_tokens i32, presence, frequency, repetition penalty f32, unused. */
+typedef struct {
+  void* out_tokens;       /* i32 [num_rows]; rows that are not active are left alone in every output */
+  void* out_sound;        /* u8 [num_rows]; 0: NaN or infinity, nothing was chosen, the token is 0 */
+  void* out_logprobs;     /* f32 [num_rows], or NULL: none, nor the next three. NaN for a row that is not sound */
+  void* out_ranks;        /* i32 [num_rows] */
+  void* out_top_ids;      /* i32 [num_rows, 20], -1 from the number wanted on */
+  void* out_top_logprobs; /* f32 [num_rows, 20] */
+  void* workspace;        /* about workspace_rows * (68 + 32 * ceil(vocab_size / 1024)) + 768 bytes, zero before the first
+                             call; calls that share one must not overlap */
+  const void* logits;     /* f32 [num_rows, vocab_size] */
+  const void* slots;      /* i32 [num_rows]; negative: not active. No slot twice */
+  const void* positions;  /* i32 or i64 [num_rows]: number of tokens before the new one */
+  const void* active;     /* u8 or i32 [num_rows], or NULL: all */
+  const void* targets;    /* i32 [num_rows], or NULL. Given: log-probabilities of these tokens (negative: none) with
+                             num_top alternatives, nothing is chosen, slots … masks are not read */
+  const void* records;    /* i32 [max_seqs, 16], 16-byte aligned */
+  const void* bias;       /* f32 [*, pool_stride], 16-byte aligned, pool_stride a multiple of 4, or NULL: no pool */
+  void* states;           /* i32 [*, pool_stride]: bit 31 occurs in the prompt, bit 30 is a stop token, below: how
+                             often it was generated, counted up for the chosen token */
+  const void* masks;      /* i32 [*, mask_stride]: bit i % 32 of word i / 32 set: token i is allowed. Or NULL */
+  int64_t workspace_bytes, logits_stride, pool_stride, mask_stride;
+  int32_t num_rows, vocab_size; /* vocab_size <= 262,144 */
+  int32_t workspace_rows;       /* what the workspace was made for, >= num_rows */
+  int32_t positions_bytes, active_bytes, num_top;
+} RorqualSample;
+int rorqual_sample(const RorqualSample* args, void* stream);
 
 
 /* ---- step state ---- */

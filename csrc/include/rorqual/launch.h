@@ -202,6 +202,35 @@ cudaError_t launch_gather_latents(const GatherLatentsParams& p, cudaStream_t str
 
 
 // ---- sampling ----
+struct SampleParams {
+  int* out_tokens;        // [num_rows]
+  uint8_t* out_sound;     // [num_rows]
+  float* out_logprobs;    // [num_rows] or null: no log-probabilities; the three below go with it
+  int* out_ranks;         // [num_rows]
+  int* out_top_ids;       // [num_rows, 20]
+  float* out_top_logprobs;
+  uint32_t* arrivals;     // [num_rows], zero before and after
+  void* units;            // UnitStats [num_rows, num_units]
+  void* rows;             // RowStats [num_rows]
+  const float* logits;    // [num_rows, logits_stride]
+  const int* slots;       // [num_rows]
+  const void* positions;  // [num_rows]
+  const void* active;     // [num_rows] or null
+  const int* targets;     // [num_rows] or null: report these tokens' log-probabilities, choose nothing
+  const int* records;     // [max_seqs, 16]
+  const float* bias;      // [*, pool_stride] or null
+  uint32_t* states;       // [*, pool_stride]: bit 31 in the prompt, bit 30 a stop token, below: times generated
+  const uint32_t* masks;  // [*, mask_stride] or null
+  int64_t logits_stride, pool_stride, mask_stride;
+  int num_rows, vocab_size, num_units, positions_bytes, active_bytes, num_top;
+  bool vectors;           // rows begin at multiples of 16 bytes
+};
+// Greedy and plain rows are chosen by the first kernel, what is left by the second.
+cudaError_t launch_sample_scan(const SampleParams& p, cudaStream_t stream);
+cudaError_t launch_sample_select(const SampleParams& p, cudaStream_t stream);
+int sample_num_units(int vocab_size);
+int64_t sample_unit_bytes();
+int64_t sample_row_bytes();
 
 
 // ---- step state ----
