@@ -20,14 +20,18 @@ __device__ int draw_in_unit(const SampleParams& p, const SamplingRow& row, const
   const Divisor temperature(row.temperature);
   const auto weight = [&](float x) { return expf(temperature.divide(x) - largest); };
   const int first = unit * kUnit + lane * kWarpSize;  // a lane sums 32 neighbours; then each lane takes one of 32
-  float4 x[kUnitVecs];
-#pragma unroll
-  for (int j = 0; j < kUnitVecs; ++j) x[j] = load_logits(logits, first + j * 4, p.vocab_size, p.vectors, neg_inf());
   double own = 0.;
+#pragma unroll 1
+  for (int id = first; id < first + kWarpSize; id += kWarpSize / 2) {
+    constexpr int kVecs = kUnitVecs / 2;
+    float4 x[kVecs];
 #pragma unroll
-  for (int j = 0; j < kUnitVecs; ++j) {
-    if (row.adjusted && first + j * 4 < p.vocab_size) x[j] = row.adjust(x[j], first + j * 4);
-    own += static_cast<double>((weight(x[j].x) + weight(x[j].y)) + (weight(x[j].z) + weight(x[j].w)));
+    for (int j = 0; j < kVecs; ++j) x[j] = load_logits(logits, id + j * 4, p.vocab_size, p.vectors, neg_inf());
+#pragma unroll
+    for (int j = 0; j < kVecs; ++j) {
+      if (row.adjusted && id + j * 4 < p.vocab_size) x[j] = row.adjust(x[j], id + j * 4);
+      own += static_cast<double>((weight(x[j].x) + weight(x[j].y)) + (weight(x[j].z) + weight(x[j].w)));
+    }
   }
   double inclusive = before + warp_inclusive_sum(own, lane);
   // Where rounding leaves nothing above the target: the last that is possible, here and below.
@@ -46,8 +50,7 @@ __device__ int draw_in_unit(const SampleParams& p, const SamplingRow& row, const
 }
 
 // One warp combines a row's units. `only_best`: a greedy row, of which nothing else is asked.
-__device__ void finish_row(const SampleParams& p, int r, const float* logits, const UnitStats* units, bool only_best,
-                           int lane) {
+__device__ void finish_row(const SampleParams& p, int r, const UnitStats* units, bool only_best, int lane) {
   const int per_lane = (p.num_units + kWarpSize - 1) / kWarpSize;
   const int first = min(lane * per_lane, p.num_units), end = min(first + per_lane, p.num_units);
   uint64 best = 0;
@@ -70,14 +73,22 @@ __device__ void finish_row(const SampleParams& p, int r, const float* logits, co
     }
     return;
   }
+  RowStats& stats = static_cast<RowStats*>(p.rows)[r];
+  if (lane == 0) {
+    stats.best = uint64{key} << 32 | not_id;
+    stats.raw_key = raw_key;
+    stats.sound = sound;
+  }
   const SamplingRow row(p, r);  // again: kept in registers through the pass, it would cost occupancy
-  double total = 0., raw_total = 0.;
+  double total = 0.;
   if (sound && row.num_logprobs >= 0) {
+    double raw_total = 0.;
     const float largest = key_float(raw_key);
     for (int u = first; u < end; ++u) {
       raw_total += __ldcg(&units[u].raw_sum) * expf(fmaxf(key_float(__ldcg(&units[u].raw_key)), -1e30f) - largest);
     }
     raw_total = warp_sum_f64(raw_total);
+    if (lane == 0) stats.raw_sum = raw_total;
   }
   if (sound && !row.greedy) {
     const Divisor temperature(row.temperature);
@@ -87,7 +98,7 @@ __device__ void finish_row(const SampleParams& p, int r, const float* logits, co
       return __ldcg(&units[u].sum) * expf(own - largest);
     };
     double own = 0.;
-#pragma unroll 4
+#pragma unroll 2
     for (int u = first; u < end; ++u) own += unit_sum(u);
     const double inclusive = warp_inclusive_sum(own, lane);
     total = __shfl_sync(0xffffffffu, inclusive, kWarpSize - 1);
@@ -112,7 +123,7 @@ __device__ void finish_row(const SampleParams& p, int r, const float* logits, co
       }
       unit = __shfl_sync(0xffffffffu, unit, source);
       before = __shfl_sync(0xffffffffu, before, source);
-      token = draw_in_unit(p, row, logits, unit, largest, before, target, lane);
+      token = draw_in_unit(p, row, p.logits + r * p.logits_stride, unit, largest, before, target, lane);
     }
   }
   if (lane == 0) {
@@ -121,8 +132,8 @@ __device__ void finish_row(const SampleParams& p, int r, const float* logits, co
     } else if (!row.truncated || !sound) {
       write_choice(p, row, r, token, sound);
     }
-    static_cast<RowStats*>(p.rows)[r] = {uint64{key} << 32 | not_id, raw_key, row.truncated ? -1 : token,
-                                         total, raw_total, sound, 0};
+    stats.token = row.truncated ? -1 : token;
+    stats.sum = total;
   }
 }
 
@@ -205,7 +216,7 @@ __global__ void __launch_bounds__(kScanWarps* kWarpSize, 3) sample_scan_kernel(c
     last = __shfl_sync(0xffffffffu, last, 0);
     __syncwarp();
   }
-  if (last) finish_row(p, r, logits, units, only_best, lane);
+  if (last) finish_row(p, r, units, only_best, lane);
 }
 
 }  // namespace
