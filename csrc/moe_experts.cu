@@ -80,12 +80,26 @@ struct Smem {
   int stage_bytes, turn_bytes, num_stages;
 };
 
-// Copies `num_bytes` that lie in order.
-__device__ __forceinline__ void bulk_load(void* dst, const void* src, uint64_t* barrier, int num_bytes) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   smem_addr(dst)),
-               "l"(src), "r"(num_bytes), "r"(smem_addr(barrier))
-               : "memory");
+// The copy of tma_load_3d into the same place of both CTAs of a pair; completes each one's barrier.
+__device__ __forceinline__ void tma_load_3d_pair(void* dst, const CUtensorMap* map, uint64_t* barrier, int x, int y,
+                                                 int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(smem_addr(dst)),
+      "l"(map), "r"(smem_addr(barrier)), "r"(x), "r"(y), "r"(z), "h"(static_cast<uint16_t>(3))
+      : "memory");
+}
+// Arrives at this barrier's like in CTA `rank` of the pair.
+__device__ __forceinline__ void mbarrier_arrive_at(uint64_t* barrier, uint32_t rank) {
+  asm volatile(
+      "{\n.reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(smem_addr(barrier)),
+      "r"(rank)
+      : "memory");
+}
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // Stores 8x8 matrices of bf16 transposed: lane 8 i + r gives the address of matrix i's row r after turning.
@@ -104,10 +118,39 @@ __device__ __forceinline__ void store_turned(uint32_t addr, const uint32_t (&m)[
 
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 
-template <bool kDown>
+// Whether the CTA is alone or one of a pair that takes neighbouring weight tiles of one group and shares its tokens.
+enum class Cta { kAlone = 1, kPaired = 2 };
+
+struct Work {
+  int4 group;  // expert, first row, rows
+  int weight_tile;
+};
+
+// The tiles of one CTA, in order.
+template <Cta kCta>
+struct Walk {
+  const ExpertsProductParams& p;
+  const int units, num_units;  // a group's and all groups' tiles, or pairs of tiles
+  int next_unit;
+  __device__ __forceinline__ explicit Walk(const ExpertsProductParams& params)
+      : p(params),
+        units(params.weight_tiles / static_cast<int>(kCta)),
+        num_units(params.groups[0].x * units),
+        next_unit(blockIdx.x / static_cast<int>(kCta)) {}
+  __device__ __forceinline__ bool next(Work& work) {
+    if (next_unit >= num_units) return false;
+    work.group = p.groups[1 + next_unit / units];
+    work.weight_tile = next_unit % units * static_cast<int>(kCta) + blockIdx.x % static_cast<int>(kCta);
+    next_unit += gridDim.x / static_cast<int>(kCta);
+    return true;
+  }
+};
+
+template <bool kDown, Cta kCta>
 __device__ __forceinline__ void produce(const ExpertsProductParams& p, const Smem& smem) {
   const int lane = threadIdx.x % kWarpSize;
-  const int num_tiles = p.groups[0].x * p.weight_tiles;
+  Walk<kCta> walk(p);
+  Work work;
   Stage stage;
   const auto load_weights = [&](int index, int4 group, int weight_tile, int step, int token_bytes) {
     char* dst = smem.stages + index * smem.stage_bytes;
@@ -122,10 +165,10 @@ __device__ __forceinline__ void produce(const ExpertsProductParams& p, const Sme
   };
 
   bool first = true;
-  for (int tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
-    const int4 group = p.groups[1 + tile / p.weight_tiles];  // expert, first row, rows
-    const int weight_tile = tile % p.weight_tiles;
-    const bool gathers = p.token_of != nullptr;
+  while (walk.next(work)) {
+    const int4 group = work.group;
+    const int weight_tile = work.weight_tile;
+    const bool gathers = kCta == Cta::kAlone && p.token_of != nullptr;
     const int pieces = gathers ? group.z : (group.z + p.box_rows - 1) / p.box_rows;
     const int piece_bytes = (gathers ? 1 : p.box_rows) * Tile::kRowBytes;
     const int token_bytes = pieces * piece_bytes;
@@ -163,7 +206,13 @@ __device__ __forceinline__ void produce(const ExpertsProductParams& p, const Sme
           }
         }
       } else if (lane < pieces) {
-        tma_load_3d(dst + lane * piece_bytes, &p.token_map, full, step * Tile::kDepth, group.y + lane * p.box_rows, 0);
+        char* at = dst + lane * piece_bytes;
+        const int row = group.y + lane * p.box_rows;
+        if constexpr (kCta == Cta::kAlone) {
+          tma_load_3d(at, &p.token_map, full, step * Tile::kDepth, row, 0);
+        } else if (lane % 2 == static_cast<int>(blockIdx.x % 2)) {
+          tma_load_3d_pair(at, &p.token_map, full, step * Tile::kDepth, row, 0);
+        }
       }
     }
   }
@@ -171,13 +220,22 @@ __device__ __forceinline__ void produce(const ExpertsProductParams& p, const Sme
 }
 
 // One warpgroup's half of a tile: kTokens columns, of which the group's are stored.
-template <bool kDown, int kTokens>
-__device__ __forceinline__ void compute_tile(const ExpertsProductParams& p, const Smem& smem, Stage& stage, int4 group,
-                                             int weight_tile, int half) {
+template <bool kDown, Cta kCta, int kTokens>
+__device__ __forceinline__ void compute_tile(const ExpertsProductParams& p, const Smem& smem, Stage& stage,
+                                             const Work& work, int half) {
+  const int4 group = work.group;
   const int thread = threadIdx.x % Tile::kWarpgroup, warp = thread / kWarpSize, lane = thread % kWarpSize;
   const uint64_t weights =
       swizzle128_desc(smem_addr(smem.stages) + half * Tile::kGroupRows * Tile::kRowBytes);
   const uint64_t tokens = swizzle128_desc(smem_addr(smem.stages) + Tile::kWeightBytes);
+  // A stage is free when both CTAs of a pair have used its tokens.
+  const auto release = [&](int index) {
+    if constexpr (kCta == Cta::kAlone) {
+      if (lane == 0) mbarrier_arrive(smem.empty + index);
+    } else {
+      if (lane < 2) mbarrier_arrive_at(smem.empty + index, lane);
+    }
+  };
   float sums[kTokens / 2] = {};  // else the registers of all sizes would be alive through the whole loop of tiles
   int previous = 0;
   for (int step = 0; step < p.steps; ++step) {
@@ -193,14 +251,14 @@ __device__ __forceinline__ void compute_tile(const ExpertsProductParams& p, cons
     wgmma_fence_operand(sums);
     if (step > 0) {
       wgmma_wait<1>();  // the step before this one
-      if (lane == 0) mbarrier_arrive(smem.empty + previous);
+      release(previous);
     }
     previous = stage.index;
     stage.next(smem.num_stages);
   }
   wgmma_wait<0>();
   wgmma_fence_operand(sums);
-  if (lane == 0) mbarrier_arrive(smem.empty + previous);
+  release(previous);
 
   // sums[4 j + 2 h + e]: weight row 16 warp + lane / 4 + 8 h of this half, token 8 j + 2 (lane % 4) + e.
   constexpr int kCols = kDown ? 64 : 32;             // output columns of this half: gate and up become one
@@ -212,7 +270,7 @@ __device__ __forceinline__ void compute_tile(const ExpertsProductParams& p, cons
   const auto place = [&](int token, int piece) {
     return token * kBytes + ((piece ^ (kDown ? token & 7 : token >> 1 & 3)) << 4);
   };
-  __nv_bfloat16* out = p.out + int64_t{group.y} * p.out_width + weight_tile * 2 * kCols + half * kCols;
+  __nv_bfloat16* out = p.out + int64_t{group.y} * p.out_width + work.weight_tile * 2 * kCols + half * kCols;
 #pragma unroll
   for (int begin = 0; begin < kTokens; begin += kTurn) {
     constexpr int kBlocks = kTurn / 8;
@@ -255,18 +313,17 @@ __device__ __forceinline__ void compute_tile(const ExpertsProductParams& p, cons
   }
 }
 
-template <bool kDown>
+template <bool kDown, Cta kCta>
 __device__ __forceinline__ void compute(const ExpertsProductParams& p, const Smem& smem) {
   const int half = threadIdx.x / Tile::kWarpgroup;
-  const int num_tiles = p.groups[0].x * p.weight_tiles;
+  Walk<kCta> walk(p);
+  Work work;
   Stage stage;
-  for (int tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
-    const int4 group = p.groups[1 + tile / p.weight_tiles];
-    const int weight_tile = tile % p.weight_tiles;
+  while (walk.next(work)) {
     const auto with = [&](auto tokens) {
-      compute_tile<kDown, decltype(tokens)::value>(p, smem, stage, group, weight_tile, half);
+      compute_tile<kDown, kCta, decltype(tokens)::value>(p, smem, stage, work, half);
     };
-    switch (tile_columns(group.z)) {
+    switch (tile_columns(work.group.z)) {
       case 8: with(std::integral_constant<int, 8>{}); break;
       case 16: with(std::integral_constant<int, 16>{}); break;
       case 32: with(std::integral_constant<int, 32>{}); break;
@@ -281,7 +338,7 @@ __device__ __forceinline__ void compute(const ExpertsProductParams& p, const Sme
   }
 }
 
-template <bool kDown>
+template <bool kDown, Cta kCta>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     experts_product_kernel(const __grid_constant__ ExpertsProductParams p) {
   extern __shared__ char smem_raw[];
@@ -299,37 +356,48 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     tma_prefetch_map(&p.token_map);
     for (int i = 0; i < layout.stages; ++i) {
       mbarrier_init(smem.full + i, 1);
-      mbarrier_init(smem.empty + i, 2 * Tile::kWarps);
+      mbarrier_init(smem.empty + i, static_cast<int>(kCta) * 2 * Tile::kWarps);
     }
     mbarrier_init_fence();
   }
-  __syncthreads();
+  if constexpr (kCta == Cta::kPaired) {
+    cluster_sync();  // the other's barriers are ready too
+  } else {
+    __syncthreads();
+  }
   // The second product's groups were there before the first one, its previous kernel, let it start.
   if (!kDown) wait_for_previous_kernel();
   let_dependents_launch();
   if (threadIdx.x < Tile::kComputeThreads) {
     take_registers<Tile::kComputeRegisters>();
-    compute<kDown>(p, smem);
+    compute<kDown, kCta>(p, smem);
+    __syncwarp();
   } else {
     release_registers<Tile::kProducerRegisters>();
-    if (threadIdx.x < Tile::kComputeThreads + kWarpSize) produce<kDown>(p, smem);
+    if (threadIdx.x < Tile::kComputeThreads + kWarpSize) produce<kDown, kCta>(p, smem);
+    __syncwarp();
   }
+  if constexpr (kCta == Cta::kPaired) cluster_sync();  // the other may still copy here, and arrive
 }
 
 template <bool kDown>
-cudaError_t launch(const ExpertsProductParams& p, int num_ctas, cudaStream_t stream) {
-  const Layout layout(p.group_tokens);
-  return launch_kernel(experts_product_kernel<kDown>, dim3(num_ctas), Tile::kThreads, stream,
-                       {.smem_bytes = layout.total, .overlaps = true}, p);
+cudaError_t launch(const ExpertsProductParams& p, int num_ctas, bool paired, cudaStream_t stream) {
+  const int smem_bytes = Layout(p.group_tokens).total;
+  if (paired) {
+    return launch_kernel(experts_product_kernel<kDown, Cta::kPaired>, dim3((num_ctas + 1) / 2 * 2), Tile::kThreads, stream,
+                         {.smem_bytes = smem_bytes, .overlaps = true, .cluster = 2}, p);
+  }
+  return launch_kernel(experts_product_kernel<kDown, Cta::kAlone>, dim3(num_ctas), Tile::kThreads, stream,
+                       {.smem_bytes = smem_bytes, .overlaps = true}, p);
 }
 
 }  // namespace
 
-cudaError_t launch_experts_gate_up(const ExpertsProductParams& p, int num_ctas, cudaStream_t stream) {
-  return launch<false>(p, num_ctas, stream);
+cudaError_t launch_experts_gate_up(const ExpertsProductParams& p, int num_ctas, bool paired, cudaStream_t stream) {
+  return launch<false>(p, num_ctas, paired, stream);
 }
-cudaError_t launch_experts_down(const ExpertsProductParams& p, int num_ctas, cudaStream_t stream) {
-  return launch<true>(p, num_ctas, stream);
+cudaError_t launch_experts_down(const ExpertsProductParams& p, int num_ctas, bool paired, cudaStream_t stream) {
+  return launch<true>(p, num_ctas, paired, stream);
 }
 
 }  // namespace rorqual

@@ -158,6 +158,8 @@ def main() -> None:
             variants += [{"group_tokens": n} for n in (8, 16, 32, 64, 128, 256) if usual // 2 <= n <= 2 * usual != n]
             if 16 <= usual <= 64:
                 variants += [{"gathers": False}]
+            if usual >= 64:
+                variants += [{"gathers": False, "paired": True}]
             for options in variants:
                 run.time(num_tokens, 0, stages=True, **options)
         args.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -53,6 +53,10 @@ int encode(CUtensorMap* map, const void* base, int64_t k, int64_t rows, int64_t 
 // Rows of a box of tokens: at most eight boxes a group.
 int box_rows(const RorqualExperts* a) { return (a->group_tokens + 63) / 64 * 8; }
 
+bool paired(const RorqualExperts* a, const rorqual::ExpertsProductParams& p) {
+  return a->paired && !a->gathers && p.weight_tiles % 2 == 0 && a->num_ctas >= 2;
+}
+
 }  // namespace
 
 extern "C" int32_t rorqual_experts_plan_chunks(int32_t num_choices) {
@@ -106,7 +110,7 @@ extern "C" int rorqual_experts_gate_up(const RorqualExperts* a, void* stream) {
   p.steps = a->hidden / kDepth;
   p.out_width = a->width;
   p.group_tokens = a->group_tokens;
-  return rorqual::from_cuda(rorqual::launch_experts_gate_up(p, a->num_ctas, on), "experts_gate_up");
+  return rorqual::from_cuda(rorqual::launch_experts_gate_up(p, a->num_ctas, paired(a, p), on), "experts_gate_up");
 }
 
 extern "C" int rorqual_experts_down(const RorqualExperts* a, void* stream) {
@@ -125,7 +129,7 @@ extern "C" int rorqual_experts_down(const RorqualExperts* a, void* stream) {
   p.steps = a->width / kDepth;
   p.out_width = a->hidden;
   p.group_tokens = a->group_tokens;
-  return rorqual::from_cuda(rorqual::launch_experts_down(p, a->num_ctas, static_cast<cudaStream_t>(stream)),
+  return rorqual::from_cuda(rorqual::launch_experts_down(p, a->num_ctas, paired(a, p), static_cast<cudaStream_t>(stream)),
                             "experts_down");
 }
 

@@ -282,3 +282,32 @@ def test_shared_experts_are_chosen_by_all(
     assert torch.equal(more_weights[:, :6], weights)
     assert more_ids[:, 6:].tolist() == [[64, 65]] * 37
     assert (more_weights[:, 6:] == 1.0).all()
+
+
+@pytest.mark.parametrize("group_tokens", [64, 128, 256])
+@pytest.mark.parametrize("num_tokens", [1, 65, 700, 2048])
+def test_pairs_share_tokens(
+    layer: Layer, library: KernelLibrary, generator: torch.Generator, num_tokens: int, group_tokens: int
+) -> None:
+    if layer.name == "v3":
+        pytest.skip("the same code")
+    x, ids = randn((num_tokens, layer.hidden), generator), random_ids(layer, num_tokens, generator)
+    bits = []
+    for paired in (True, False):
+        poison(layer.workspace)
+        stages = experts.experts_stages(
+            x,
+            ids,
+            layer.gate_up,
+            layer.down,
+            layer.workspace,
+            group_tokens=group_tokens,
+            gathers=False,
+            paired=paired,
+            library=library,
+        )
+        for stage in stages:
+            stage()
+        check_y(layer, x, ids)
+        bits.append(got_y(layer, ids))
+    assert torch.equal(bits[0], bits[1])

@@ -132,6 +132,7 @@ typedef struct {
   int32_t hidden, width; /* multiples of 128 and of 64 */
   int32_t group_tokens;  /* tokens of a tile at most: a multiple of 8 in [8, 256] */
   int32_t gathers;       /* 1: gate_up takes rows of x one by one (group_tokens <= 64); 0: in boxes of a sorted copy */
+  int32_t paired;        /* 1: two CTAs share a group's tokens, where the weight's rows are a multiple of 256; not if gathers */
   int32_t packed;        /* bit 0: gate_up, bit 1: down lies in boxes of [128, 64], swizzled, one after the other */
   int32_t num_ctas;      /* multiprocessors to use */
 } RorqualExperts;

@@ -151,8 +151,9 @@ struct ExpertsProductParams {
   int out_width, group_tokens, box_rows;
 };
 // silu(gate) * up, of the weight's alternating rows; and the plain product, which starts before its tokens are there.
-cudaError_t launch_experts_gate_up(const ExpertsProductParams& p, int num_ctas, cudaStream_t stream);
-cudaError_t launch_experts_down(const ExpertsProductParams& p, int num_ctas, cudaStream_t stream);
+// paired: two CTAs take neighbouring tiles and share their tokens; weight_tiles must be even, and nothing is gathered.
+cudaError_t launch_experts_gate_up(const ExpertsProductParams& p, int num_ctas, bool paired, cudaStream_t stream);
+cudaError_t launch_experts_down(const ExpertsProductParams& p, int num_ctas, bool paired, cudaStream_t stream);
 
 // residual += the weighted sum of a token's rows, in order of choice; then RMSNorm of it, if wanted.
 struct ExpertsCombineParams {
