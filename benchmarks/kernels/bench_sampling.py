@@ -28,6 +28,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 from bench import ROTATE_BYTES, times_us  # noqa: E402
 
 from rorqual.kernels import sampling  # noqa: E402
+from rorqual.kernels.loader import DEFAULT_PATH, KernelLibrary  # noqa: E402
 
 DEFAULTS: dict[str, Any] = {
     "temperature": 1.0,
@@ -63,7 +64,9 @@ KINDS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def make_calls(kind: str, batch: int, vocab_size: int, num_sets: int, spread: float) -> list[Callable[[], Any]]:
+def make_calls(
+    kind: str, batch: int, vocab_size: int, num_sets: int, spread: float, library: KernelLibrary
+) -> list[Callable[[], Any]]:
     device = torch.device("cuda")
     generator = torch.Generator(device=device).manual_seed(11)
     columns = sampling.make_sampling_columns(batch, device)
@@ -95,6 +98,7 @@ def make_calls(kind: str, batch: int, vocab_size: int, num_sets: int, spread: fl
             tokens,
             sound,
             out,
+            library=library,
         )
         for _ in range(num_sets)
     ]
@@ -106,9 +110,12 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=102400)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--once", nargs=2, metavar=("B", "KIND"))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--library", type=Path, default=DEFAULT_PATH)
     options = parser.parse_args()
+    library = KernelLibrary(options.library)
     if options.once:
-        for call in make_calls(options.once[1], int(options.once[0]), options.vocab_size, 3, 3.0):
+        for call in make_calls(options.once[1], int(options.once[0]), options.vocab_size, 3, 3.0, library):
             call()
         torch.cuda.synchronize()
         return
@@ -119,12 +126,12 @@ def main() -> None:
     rows = []
     for batch in options.batches:
         num_bytes = batch * options.vocab_size * 4
-        for kind in KINDS:
+        for kind in options.kinds:
             for spread in (3.0,) if "top_p" not in kind else (3.0, 0.3):  # like a model's, and nearly flat
                 num_sets, where = max(2, -(-ROTATE_BYTES // num_bytes)), "hbm"
                 if num_sets > 16:
                     num_sets, where = 8, "l2"
-                times = times_us(make_calls(kind, batch, options.vocab_size, num_sets, spread))
+                times = times_us(make_calls(kind, batch, options.vocab_size, num_sets, spread, library))
                 median = statistics.median(times)
                 share = num_bytes / read_gb_s / 1e3 / median
                 rows.append(
