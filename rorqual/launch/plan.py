@@ -208,7 +208,7 @@ def make_plan(
         }
         # One metrics port cannot serve four processes: each takes the next. The gateway has /metrics on its own.
         for offset, name in enumerate(("scheduler", "executor", "tokenizer")):
-            port = settings[name].telemetry.metrics_port
+            port = settings[name].telemetry.metrics_port if name in settings else -1
             if port > 0:
                 wiring[name].append(f"--metrics-port={port + offset}")
         wiring["gateway"].append("--metrics-port=-1")

@@ -114,6 +114,30 @@ async def test_what_is_no_http_is_refused_in_the_same_shape(http: RunningGateway
         writer.close()
 
 
+async def test_a_head_without_end_is_refused_however_it_trickles_in(http: RunningGateway) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n")
+    for i in range(64):  # 64,538 bytes, which may go on
+        writer.write(b"x-%02d: " % i + b"y" * 1000 + b"\r\n")
+        await writer.drain()
+    writer.write(b"x: " + b"y" * 1000)
+    answer = await asyncio.wait_for(reader.read(), 5)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"longer than 65536 bytes" in answer
+    writer.close()
+
+
+async def test_heads_of_one_connection_are_counted_one_by_one(http: RunningGateway) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+    for _ in range(3):
+        writer.write(b"GET /version HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 40_000 + b"\r\n\r\n")
+        assert await asyncio.wait_for(reader.readline(), 5) == b"HTTP/1.1 200 OK\r\n"
+        while not (await asyncio.wait_for(reader.readline(), 5)).startswith(b"content-length"):
+            pass
+        await reader.readuntil(b"}")
+    writer.close()
+
+
 async def test_unknown_fields_are_ignored_with_a_warning(http: RunningGateway) -> None:
     response = await http.client.post("/v1/chat/completions", json={**CHAT, "foo": 1, "user": "me"})
     assert response.status_code == 200

@@ -1,0 +1,88 @@
+"""CPU time a token of scheduler, tokenizer and gateway, with a simulated executor that only makes tokens up.
+
+    python benchmarks/serving/bench_control_plane.py [--streams 256] [--step-ms 150] [--new-tokens 64]
+
+Each process's CPU time while it carries the load, divided by the tokens; the machine's other work makes it an upper
+bound. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+import psutil  # noqa: E402
+import uvloop  # noqa: E402
+from load_client import completion_job, run_load  # noqa: E402
+from word_tokenizer import random_text, words, write_tokenizer  # noqa: E402
+
+from rorqual.launch import Stack, make_plan  # noqa: E402
+
+VOCAB_SIZE = 8192
+
+
+async def simulate(address: str, step_s: float) -> None:
+    """The executor: every decoding sequence gets a token each step."""
+    from tests.support.sim_executor import SimConfig, SimExecutor, SimExecutorLink
+
+    config = SimConfig(
+        vocab_size=VOCAB_SIZE, num_blocks=16384, max_num_seqs=512, max_num_batched_tokens=16384, read_back=False
+    )
+    link = SimExecutorLink(address, SimExecutor(config), step_time_s=step_s)
+    await link.start()
+    await asyncio.Event().wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--step-ms", type=float, default=150.0)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--timeout", type=float, default=120.0)
+    parser.add_argument("--simulate", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.simulate:
+        uvloop.run(simulate(args.simulate, args.step_ms / 1000))
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_tokenizer(folder, VOCAB_SIZE)
+        plan = make_plan({"model": name, "port": 0}, names=("scheduler", "tokenizer", "gateway"))
+        stack = Stack(plan, log_dir=folder / "logs")
+        worker = [sys.executable, __file__, f"--simulate={plan.scheduler_address}", f"--step-ms={args.step_ms}"]
+        executor = subprocess.Popen(worker)
+        try:
+            stack.start(60.0)
+            rng, vocab = random.Random(0), words(VOCAB_SIZE)
+            processes = {name: psutil.Process(pid) for name, pid in stack.pids.items()}
+
+            def load(new_tokens: int) -> tuple[float, dict[str, float]]:
+                """(tokens a second, CPU us a token by process)."""
+                jobs = [completion_job(random_text(vocab, 8, rng), 8, new_tokens, seed=i) for i in range(args.streams)]
+                before = {name: sum(p.cpu_times()[:2]) for name, p in processes.items()}
+                run = uvloop.run(run_load(stack.url, jobs, args.streams, args.timeout))
+                num_tokens = args.streams * new_tokens
+                spent = {name: 1e6 * (sum(p.cpu_times()[:2]) - before[name]) for name, p in processes.items()}
+                spent["client"] = 1e6 * run.client_cpu_s
+                return run.output_tok_s, {name: round(us / num_tokens, 1) for name, us in spent.items()}
+
+            load(8)
+            tok_s, us_per_token = load(args.new_tokens)
+        finally:
+            executor.terminate()
+            executor.wait()
+            stack.stop()
+    print(json.dumps({"streams": args.streams, "tok_s": round(tok_s, 1), "cpu_us_per_token": us_per_token}))
+
+
+if __name__ == "__main__":
+    main()
