@@ -37,7 +37,7 @@ struct Tile {
   static constexpr int kComputeThreads = 2 * kWarpgroup, kThreads = kComputeThreads + kWarpgroup;
   static constexpr int kComputeRegisters = 232, kProducerRegisters = 40;
   static_assert(kComputeThreads * kComputeRegisters + kWarpgroup * kProducerRegisters <= 65536);
-  static constexpr int kSmemLimit = 232448;
+  static constexpr int kSmemLimit = 232448 - 1536;  // but for the plan of few choices
   static constexpr int kAlign = 1024;
   static constexpr int kBarrierBytes = 2 * kMaxStages * 8;
   static constexpr int kTurnTokens = 128;  // tokens that a warpgroup turns at once
@@ -48,6 +48,8 @@ struct Tile {
 __host__ __device__ constexpr int tile_columns(int tokens) {
   return tokens <= 16 ? (tokens + 7) / 8 * 8 : (tokens + 31) / 32 * 32;
 }
+
+constexpr int kMaxFewChoices = kExpertsFewChoices, kMaxExperts = 512;
 
 struct Layout {  // of shared memory: stages, what the warpgroups turn, barriers
   int stage_bytes, turn_bytes, stages, total;
@@ -77,6 +79,8 @@ struct Smem {
   char* turn;
   uint64_t* full;
   uint64_t* empty;
+  const int4* groups;   // the plan's, here or in global memory
+  const int* token_of;
   int stage_bytes, turn_bytes, num_stages;
 };
 
@@ -121,6 +125,56 @@ __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __ex
 // Whether the CTA is alone or one of a pair that takes neighbouring weight tiles of one group and shares its tokens.
 enum class Cta { kAlone = 1, kPaired = 2 };
 
+// The plan of at most kMaxFewChoices choices, made by one warp in shared memory: a launch less. A choice's row is how many
+// come before it, by expert and then in order; a group begins with every group_tokens-th choice of an expert.
+struct FewChoices {
+  int4 groups[1 + kMaxFewChoices];
+  int token_of[kMaxFewChoices];
+};
+__device__ __forceinline__ void plan_few(const ExpertsProductParams& p, FewChoices& plan, bool writes_rows) {
+  constexpr int kOwn = kMaxFewChoices / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize;
+  int expert[kOwn], row[kOwn], rank[kOwn], equal[kOwn];  // rank: of equal ones, how many come before
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int choice = lane + i * kWarpSize;
+    expert[i] = choice < p.num_choices ? p.topk_ids[choice] : -1;
+    if (expert[i] < 0 || expert[i] >= p.num_experts) expert[i] = kMaxExperts;
+    row[i] = rank[i] = equal[i] = 0;
+  }
+#pragma unroll
+  for (int other = 0; other < kMaxFewChoices; ++other) {
+    const int id = __shfl_sync(0xffffffffu, expert[other / kWarpSize], other % kWarpSize);
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const bool earlier = other < lane + i * kWarpSize;
+      row[i] += id < expert[i] || (id == expert[i] && earlier);
+      rank[i] += id == expert[i] && earlier;
+      equal[i] += id == expert[i];
+    }
+  }
+  uint64_t leader_rows = 0;  // bit r: row r begins a group
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const bool leads = expert[i] < kMaxExperts && rank[i] % p.group_tokens == 0;
+    const uint32_t low = __reduce_or_sync(0xffffffffu, leads && row[i] < 32 ? 1u << row[i] : 0u);
+    const uint32_t high = __reduce_or_sync(0xffffffffu, leads && row[i] >= 32 ? 1u << (row[i] - 32) : 0u);
+    leader_rows |= low | uint64_t{high} << 32;
+  }
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int choice = lane + i * kWarpSize;
+    const bool is_one = expert[i] < kMaxExperts;
+    if (is_one) plan.token_of[row[i]] = choice / p.top_k;
+    if (is_one && rank[i] % p.group_tokens == 0) {
+      const int group = __popcll(leader_rows & ((uint64_t{1} << row[i]) - 1));
+      plan.groups[1 + group] = make_int4(expert[i], row[i], min(p.group_tokens, equal[i] - rank[i]), 0);
+    }
+    if (writes_rows && choice < p.num_choices) p.row_of[choice] = is_one ? row[i] : -1;
+  }
+  if (lane == 0) plan.groups[0] = make_int4(__popcll(leader_rows), 0, 0, 0);
+}
+
 struct Work {
   int4 group;  // expert, first row, rows
   int weight_tile;
@@ -129,17 +183,17 @@ struct Work {
 // The tiles of one CTA, in order.
 template <Cta kCta>
 struct Walk {
-  const ExpertsProductParams& p;
+  const int4* groups;
   const int units, num_units;  // a group's and all groups' tiles, or pairs of tiles
   int next_unit;
-  __device__ __forceinline__ explicit Walk(const ExpertsProductParams& params)
-      : p(params),
-        units(params.weight_tiles / static_cast<int>(kCta)),
-        num_units(params.groups[0].x * units),
+  __device__ __forceinline__ Walk(const ExpertsProductParams& p, const Smem& smem)
+      : groups(smem.groups),
+        units(p.weight_tiles / static_cast<int>(kCta)),
+        num_units(groups[0].x * units),
         next_unit(blockIdx.x / static_cast<int>(kCta)) {}
   __device__ __forceinline__ bool next(Work& work) {
     if (next_unit >= num_units) return false;
-    work.group = p.groups[1 + next_unit / units];
+    work.group = groups[1 + next_unit / units];
     work.weight_tile = next_unit % units * static_cast<int>(kCta) + blockIdx.x % static_cast<int>(kCta);
     next_unit += gridDim.x / static_cast<int>(kCta);
     return true;
@@ -149,7 +203,7 @@ struct Walk {
 template <bool kDown, Cta kCta>
 __device__ __forceinline__ void produce(const ExpertsProductParams& p, const Smem& smem) {
   const int lane = threadIdx.x % kWarpSize;
-  Walk<kCta> walk(p);
+  Walk<kCta> walk(p, smem);
   Work work;
   Stage stage;
   const auto load_weights = [&](int index, int4 group, int weight_tile, int step, int token_bytes) {
@@ -168,7 +222,7 @@ __device__ __forceinline__ void produce(const ExpertsProductParams& p, const Sme
   while (walk.next(work)) {
     const int4 group = work.group;
     const int weight_tile = work.weight_tile;
-    const bool gathers = kCta == Cta::kAlone && p.token_of != nullptr;
+    const bool gathers = !kDown && kCta == Cta::kAlone && smem.token_of != nullptr;
     const int pieces = gathers ? group.z : (group.z + p.box_rows - 1) / p.box_rows;
     const int piece_bytes = (gathers ? 1 : p.box_rows) * Tile::kRowBytes;
     const int token_bytes = pieces * piece_bytes;
@@ -186,7 +240,7 @@ __device__ __forceinline__ void produce(const ExpertsProductParams& p, const Sme
     if (gathers) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (lane + i * kWarpSize < pieces) own_row[i] = p.token_of[group.y + lane + i * kWarpSize];
+        if (lane + i * kWarpSize < pieces) own_row[i] = smem.token_of[group.y + lane + i * kWarpSize];
       }
     }
     for (int step = 0; step < p.steps; ++step, stage.next(smem.num_stages)) {
@@ -316,7 +370,7 @@ __device__ __forceinline__ void compute_tile(const ExpertsProductParams& p, cons
 template <bool kDown, Cta kCta>
 __device__ __forceinline__ void compute(const ExpertsProductParams& p, const Smem& smem) {
   const int half = threadIdx.x / Tile::kWarpgroup;
-  Walk<kCta> walk(p);
+  Walk<kCta> walk(p, smem);
   Work work;
   Stage stage;
   while (walk.next(work)) {
@@ -368,6 +422,17 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   // The second product's groups were there before the first one, its previous kernel, let it start.
   if (!kDown) wait_for_previous_kernel();
   let_dependents_launch();
+  smem.groups = p.groups;
+  smem.token_of = p.token_of;
+  if constexpr (kCta == Cta::kAlone) {
+    if (p.topk_ids != nullptr) {
+      __shared__ FewChoices plan;
+      if (threadIdx.x < kWarpSize) plan_few(p, plan, !kDown && blockIdx.x == 0);
+      __syncthreads();
+      smem.groups = plan.groups;
+      smem.token_of = plan.token_of;
+    }
+  }
   if (threadIdx.x < Tile::kComputeThreads) {
     take_registers<Tile::kComputeRegisters>();
     compute<kDown, kCta>(p, smem);

@@ -53,6 +53,20 @@ int encode(CUtensorMap* map, const void* base, int64_t k, int64_t rows, int64_t 
 // Rows of a box of tokens: at most eight boxes a group.
 int box_rows(const RorqualExperts* a) { return (a->group_tokens + 63) / 64 * 8; }
 
+// Whether the products sort the choices themselves, and nothing is planned before.
+bool few_choices(const RorqualExperts* a) {
+  return a->gathers && int64_t{a->num_tokens} * a->top_k <= rorqual::kExpertsFewChoices;
+}
+
+void sort_few(const RorqualExperts* a, rorqual::ExpertsProductParams& p) {
+  if (!few_choices(a)) return;
+  p.topk_ids = static_cast<const int*>(a->topk_ids);
+  p.row_of = static_cast<int*>(a->row_of);
+  p.num_choices = a->num_tokens * a->top_k;
+  p.top_k = a->top_k;
+  p.num_experts = a->num_experts;
+}
+
 bool paired(const RorqualExperts* a, const rorqual::ExpertsProductParams& p) {
   return a->paired && !a->gathers && p.weight_tiles % 2 == 0 && a->num_ctas >= 2;
 }
@@ -66,6 +80,7 @@ extern "C" int32_t rorqual_experts_plan_chunks(int32_t num_choices) {
 extern "C" int rorqual_experts_plan(const RorqualExperts* a, void* stream) {
   const int refused = check(a, "experts_plan");
   if (refused != 0 || a->num_tokens == 0) return refused;
+  if (few_choices(a)) return 0;
   const rorqual::ExpertsPlanParams p{static_cast<int*>(a->expert_starts),
                                      static_cast<int4*>(a->groups),
                                      static_cast<int*>(a->token_of),
@@ -110,6 +125,7 @@ extern "C" int rorqual_experts_gate_up(const RorqualExperts* a, void* stream) {
   p.steps = a->hidden / kDepth;
   p.out_width = a->width;
   p.group_tokens = a->group_tokens;
+  sort_few(a, p);
   return rorqual::from_cuda(rorqual::launch_experts_gate_up(p, a->num_ctas, paired(a, p), on), "experts_gate_up");
 }
 
@@ -129,6 +145,7 @@ extern "C" int rorqual_experts_down(const RorqualExperts* a, void* stream) {
   p.steps = a->width / kDepth;
   p.out_width = a->hidden;
   p.group_tokens = a->group_tokens;
+  sort_few(a, p);
   return rorqual::from_cuda(rorqual::launch_experts_down(p, a->num_ctas, paired(a, p), static_cast<cudaStream_t>(stream)),
                             "experts_down");
 }

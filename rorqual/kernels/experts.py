@@ -181,7 +181,8 @@ def experts_stages(
     """The steps of `moe_experts`, to be called in order: plan, gate and up, down. On the CPU it is one.
 
     For measurements: group_tokens instead of `tokens_of_a_group`, gathers (rows of x one by one instead of a sorted
-    copy; needs group_tokens <= 64), paired (two CTAs share a group's tokens; not if gathers), packed (bit 0: each gate_up[e] went through `pack_boxes`, bit 1: each down[e]).
+    copy; needs group_tokens <= 64), paired (two CTAs share a group's tokens; not if gathers), packed (bit 0:
+    each gate_up[e] went through `pack_boxes`, bit 1: each down[e]).
     """
     device, ws = x.device, workspace
     check("x", x, (None, ws.hidden), torch.bfloat16, device)

@@ -118,10 +118,10 @@ int rorqual_moe_permute(const RorqualMoePermute* args, void* stream);
 typedef struct {
   void* y;             /* bf16 [row_capacity, hidden]: the choices' outputs, in expert order; gate_up uses it too */
   void* h;             /* bf16 [row_capacity, width] */
-  void* groups;        /* i32 [1 + num_experts + row_capacity / 8, 4], 16-byte aligned, written by plan */
-  void* expert_starts; /* i32 [num_experts + 1], written by plan */
-  void* token_of;      /* i32 [row_capacity], written by plan */
-  void* row_of;        /* i32 [num_tokens, top_k], written by plan: a choice's row, -1 where topk_ids is no expert */
+  void* groups;        /* i32 [1 + num_experts + row_capacity / 8, 4], 16-byte aligned, for plan */
+  void* expert_starts; /* i32 [num_experts + 1], for plan */
+  void* token_of;      /* i32 [row_capacity], for plan */
+  void* row_of;        /* i32 [num_tokens, top_k], written: a choice's row, -1 where topk_ids is no expert */
   void* chunk_counts;  /* i32 [rorqual_experts_plan_chunks(num_tokens * top_k), num_experts], scratch */
   const void* x;        /* bf16 [num_tokens, hidden] */
   const void* topk_ids; /* i32 [num_tokens, top_k] */

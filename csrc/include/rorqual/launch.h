@@ -116,6 +116,9 @@ cudaError_t launch_moe_permute(const MoePermuteParams& p, cudaStream_t stream);
 // Weight rows of a tile of the grouped products; a width is a multiple of half of it, hidden of all of it.
 inline constexpr int kExpertsTileRows = 128;
 
+// So many choices, or fewer, the products sort themselves.
+inline constexpr int kExpertsFewChoices = 64;
+
 // Choices in expert order, cut into groups of one expert's rows.
 struct ExpertsPlanParams {
   int* expert_starts;   // [num_experts + 1]
@@ -149,6 +152,10 @@ struct ExpertsProductParams {
   const int* token_of;                 // the plan's, or null: the tokens lie in the rows' order
   int weight_tiles, steps;             // weight rows / kExpertsTileRows, k / 64
   int out_width, group_tokens, box_rows;
+  // Few choices: these instead of a plan. Otherwise topk_ids is null.
+  const int* topk_ids;  // [num_tokens, top_k]
+  int* row_of;          // [num_tokens, top_k], written by the first product
+  int num_choices, top_k, num_experts;
 };
 // silu(gate) * up, of the weight's alternating rows; and the plain product, which starts before its tokens are there.
 // paired: two CTAs take neighbouring tiles and share their tokens; weight_tiles must be even, and nothing is gathered.
