@@ -43,7 +43,7 @@ extern "C" int rorqual_linear(const RorqualLinear* a, void* stream) {
   p.silu_mul = a->silu_mul != 0;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
 
-  if (a->tile_tokens <= 8 || (a->tile_tokens == 16 && a->tile_rows < 64)) {
+  if (a->tile_rows < 64) {
     RORQUAL_REQUIRE(a->num_tokens <= 16, "linear: the kernel of few rows takes at most 16 tokens, got " +
                                              std::to_string(a->num_tokens));
     RORQUAL_REQUIRE(a->tile_rows == 0 || a->tile_rows == 16 || a->tile_rows == 32 || (a->tile_rows == 8 && !a->silu_mul),

@@ -143,5 +143,5 @@ class LinearArgs(ctypes.Structure):
     _fields_: ClassVar = _fields(
         ptr="out x weight bias residual",
         i64="out_token_stride out_batch_stride x_token_stride x_batch_stride residual_stride",
-        i32="num_tokens out_features in_features batch out_float32 silu_mul tile_tokens tile_rows split",
+        i32="num_tokens out_features in_features batch out_float32 silu_mul tile_rows tile_tokens split",
     )

@@ -26,8 +26,8 @@ MAX_TILED_TOKENS = 256  # beyond it cuBLAS is faster, where the choice is free
 class Tiling:
     """Which kernel computes a product, and how it is cut. tile_rows are rows of the weight."""
 
-    tile_tokens: int  # up to 16 with tile_rows < 64: the kernel of few rows
-    tile_rows: int  # 0: chosen by that kernel
+    tile_tokens: int
+    tile_rows: int  # under 64: the kernel for at most 16 tokens, which takes whole rows; 0: as many as it chooses
     split: int = 1  # parts of in_features
 
 
