@@ -1,5 +1,6 @@
 # make serve    set up and serve the embedded model on http://127.0.0.1:8000 (MODEL=, PORT=, FLAGS=)
 # make test     set up and run every test that needs no GPU
+# make test-api the tests of the HTTP API, with a long fuzz
 #
 # Variables: PYTHON (an interpreter, 3.11 or 3.12), TORCH_INDEX (PyTorch's own CPU index, for machines without a GPU).
 
@@ -9,6 +10,7 @@ MODEL ?=
 PORT ?=
 FLAGS ?=
 TESTS ?=
+API_FUZZ_S ?= 240
 
 VENV := .venv/bin
 PYTHON_PACKAGES := rorqual services gateway executor
@@ -33,6 +35,9 @@ test: setup-dev  ## every test that needs no GPU (TESTS=tests/unit for some)
 
 test-gpu: setup-dev kernels  ## the tests that need a Hopper GPU (TESTS=tests/gpu/test_moe_route.py for some)
 	@$(VENV)/python -m pytest -m gpu $(or $(TESTS),tests/gpu)
+
+test-api: setup-dev  ## the HTTP API at length: clients, cases, and minutes of fuzzing (API_FUZZ_S=600)
+	@API_FUZZ_S=$(API_FUZZ_S) $(VENV)/python -m pytest tests/integration/test_gateway_*.py tests/unit/test_gateway_*.py
 
 lint: setup-dev  ## ruff: faults and format
 	$(VENV)/ruff check .

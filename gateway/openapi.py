@@ -15,6 +15,13 @@ from .route import Route
 
 _REF = "#/components/schemas/"
 
+_EVENT = {
+    "type": "object",
+    "description": "One event of the stream.",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
+
 _ERRORS = {
     "400": "A field is malformed, out of range, or known and not supported; the message names it.",
     "401": "No API key of this server was sent.",
@@ -57,7 +64,7 @@ def document(routes: Mapping[str, Route]) -> dict[str, Any]:
 def _operation(path: str, route: Route, of_type: Mapping[Any, Any]) -> dict[str, Any]:
     content: dict[str, Any] = {route.content_type: {"schema": of_type.get(route.answer, _any(route))}}
     if route.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": _EVENT}
     error = {"application/json": {"schema": of_type[route.errors.body_type]}}
     answers = {"200": {"description": "The answer.", "content": content}}
     if path == "/health":  # says the same when it is not

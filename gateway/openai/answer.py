@@ -28,6 +28,7 @@ class AnswerOptions:
     continuous_usage: bool = False
     return_token_ids: bool = False
     num_top_logprobs: int | None = None  # None: no log-probabilities
+    num_prompt_logprobs: int | None = None  # None: none of the prompt's
     echo: bool = False
     stop_token_ids: frozenset[int] = frozenset()  # that the client named
     created: int = field(default_factory=lambda: int(time.time()))

@@ -14,7 +14,7 @@ from .answer import AnswerOptions, Progress, gather
 from .chunks import DONE, ChunkTemplate
 from .conversation import chat_request
 from .fields import BodyReader, invalid
-from .logprobs import chat_logprobs
+from .logprobs import chat_logprobs, prompt_logprobs
 from .options import text_options
 from .schema import ChatBody
 from .usage import finish_reason, stop_reason, usage_object
@@ -101,7 +101,8 @@ class ChatAnswer:
     def whole(self, pieces: list[Piece]) -> bytes:
         options = self._options
         choices = []
-        for index, choice in enumerate(gather(pieces, options.num_choices, self.progress)):
+        gathered = gather(pieces, options.num_choices, self.progress)
+        for index, choice in enumerate(gathered):
             content = "".join(choice.content)
             message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
             if choice.reasoning:
@@ -129,6 +130,9 @@ class ChatAnswer:
         }
         if options.return_token_ids:
             body["prompt_token_ids"] = unpack_token_ids(self.progress.prompt_token_ids(0)).tolist()
+        echo = gathered[0].echo
+        if options.num_prompt_logprobs is not None and echo is not None:
+            body["prompt_logprobs"] = prompt_logprobs(echo, options.num_prompt_logprobs)
         return _encode(body)
 
 

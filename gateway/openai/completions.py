@@ -13,7 +13,7 @@ from ..upstream.inbox import Piece, TokenLogprob, read_logprobs
 from .answer import AnswerOptions, Progress, gather
 from .chunks import DONE, ChunkTemplate
 from .fields import BodyReader, invalid
-from .logprobs import CompletionLogprobs
+from .logprobs import CompletionLogprobs, prompt_logprobs
 from .options import text_options
 from .schema import MAX_CHOICES, MAX_PROMPTS, CompletionBody
 from .usage import finish_reason, stop_reason, usage_object
@@ -43,7 +43,7 @@ def completion_commands(body: CompletionBody, request_id: str) -> list[text_pb2.
         if body.logprobs is not None:
             options.sampling.logprobs = body.logprobs
             if body.echo:
-                options.sampling.prompt_logprobs = body.logprobs
+                options.sampling.prompt_logprobs = max(body.logprobs, body.prompt_logprobs or 0)
         request = text_pb2.CompleteRequest(options=options, echo=bool(body.echo))
         if isinstance(prompt, str):
             request.text = prompt
@@ -114,7 +114,7 @@ class CompletionAnswer:
         )
 
     def _echo(self, echo: text_pb2.PromptEcho) -> tuple[str, list[TokenLogprob]]:
-        wanted = self._options.num_top_logprobs is not None
+        wanted = self._options.echo and self._options.num_top_logprobs is not None
         return echo.text if self._options.echo else "", read_logprobs(echo.logprobs) if wanted else []
 
     def _start(self) -> ChunkTemplate:
@@ -131,10 +131,12 @@ class CompletionAnswer:
         choices: list[dict[str, Any]] = []
         for index, choice in enumerate(gather(pieces, options.num_choices, self.progress)):
             text, logprobs = self._echo(choice.echo) if choice.echo is not None else ("", [])
-            echo = choice.echo.text if choice.echo is not None else ""
+            echo = choice.echo.text if options.echo and choice.echo is not None else ""
             columns = self._logprobs[index].take(logprobs + choice.logprobs, echo=echo)
             wanted = options.num_top_logprobs is not None
             extras = choice.extras(options)
+            if options.num_prompt_logprobs is not None and choice.echo is not None:
+                extras["prompt_logprobs"] = prompt_logprobs(choice.echo, options.num_prompt_logprobs)
             if options.return_token_ids:
                 extras["prompt_token_ids"] = unpack_token_ids(self.progress.prompt_token_ids(index)).tolist()
             choices.append(

@@ -10,10 +10,8 @@ import msgspec
 from rorqual.core.errors import InvalidRequestError
 from rorqual.v1 import text_pb2
 
-from .fields import invalid
+from .fields import check_depth, invalid
 from .schema import ChatBody, ContentPart, Message, TokenizeBody, ToolSpec
-
-ROLES = ("system", "developer", "user", "assistant", "tool", "latest_reminder")
 
 PART_SEPARATOR = "\n"
 """Several text parts of one message are joined by this, for every role."""
@@ -57,8 +55,6 @@ def _messages(messages: Sequence[Message]) -> list[text_pb2.ChatMessage]:
     tools_called = False  # the latest assistant turn called tools
     for index, message in enumerate(messages):
         here = f"messages[{index}]"
-        if message.role not in ROLES:
-            raise invalid(f"{here}.role", f"it must be one of {', '.join(ROLES)}, got {message.role!r}")
         if message.role == "assistant":
             tools_called = bool(message.tool_calls)
         elif message.role != "tool":
@@ -162,6 +158,7 @@ def _tool(tool: ToolSpec, here: str) -> text_pb2.Tool:
         parameters = ""
     elif not parameters.startswith("{"):
         raise invalid(f"{here}.function.parameters", "it must be a JSON schema object")
+    check_depth(tool.function.parameters, f"{here}.function.parameters")
     proto = text_pb2.Tool(
         name=tool.function.name, description=tool.function.description or "", parameters_json=parameters
     )

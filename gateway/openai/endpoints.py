@@ -35,7 +35,8 @@ async def chat_completions(context: GatewayContext, exchange: Exchange) -> None:
         command = chat.chat_command(body, exchange.request_id)
         options = answer_options(context, exchange, body, "chatcmpl-")
         answer = chat.ChatAnswer(options)
-        await serve_generation(context, exchange, span, [command], answer, stream=bool(body.stream))
+        echo = body.prompt_logprobs is not None
+        await serve_generation(context, exchange, span, [command], answer, stream=bool(body.stream), echo=echo)
 
 
 async def text_completions(context: GatewayContext, exchange: Exchange) -> None:
@@ -46,9 +47,8 @@ async def text_completions(context: GatewayContext, exchange: Exchange) -> None:
         commands = completions.completion_commands(body, exchange.request_id)
         options = answer_options(context, exchange, body, "cmpl-", len(commands))
         answer = completions.CompletionAnswer(options)
-        await serve_generation(
-            context, exchange, span, commands, answer, stream=bool(body.stream), echo=bool(body.echo)
-        )
+        echo = bool(body.echo) or body.prompt_logprobs is not None
+        await serve_generation(context, exchange, span, commands, answer, stream=bool(body.stream), echo=echo)
 
 
 async def responses(context: GatewayContext, exchange: Exchange) -> None:

@@ -15,8 +15,11 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 IGNORED_HEADER = "x-rorqual-ignored-fields"
 MAX_NAMED_FIELDS = 16
+MAX_SCHEMA_DEPTH = 64
 
 _AT = re.compile(r" - at `(?:key in )?\$?(.*)`$")
+_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*+"')
+_BRACKETS = re.compile(rb"[\[\]{}]")
 _MISSING = re.compile(r"Object missing required field `([^`]*)`")
 
 # Known fields that change nothing here.
@@ -47,7 +50,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True,),
     "prediction": (),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "regex": (),
     "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
@@ -66,7 +68,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 
 _HINTS = {
     "thinking": 'use chat_template_kwargs: {"thinking": true}',
-    "prompt_logprobs": "use echo with logprobs on /v1/completions",
     "functions": "use tools",
     "function_call": "use tools and tool_choice",
 }
@@ -139,11 +140,20 @@ def invalid(name: str, message: str) -> InvalidRequestError:
     return InvalidRequestError(f"{name}: {message}", reason="INVALID_VALUE", field=name)
 
 
+def check_depth(schema: bytes, name: str) -> None:
+    """Raises InvalidRequestError where the JSON `schema` is nested deeper than any schema that is meant."""
+    depth = 0
+    for bracket in _BRACKETS.findall(_STRINGS.sub(b"", schema)):
+        depth += 1 if bracket in b"[{" else -1
+        if depth > MAX_SCHEMA_DEPTH:
+            raise invalid(name, f"it is nested deeper than {MAX_SCHEMA_DEPTH} levels")
+
+
 def ignored_header(names: list[str]) -> dict[str, str]:
     """The warning header that names ignored fields; empty where there are none."""
     if not names:
         return {}
-    shown = ", ".join(quote(name[:64], safe="") for name in names[:MAX_NAMED_FIELDS])
+    shown = ", ".join(quote(name[:64], safe="") or '""' for name in names[:MAX_NAMED_FIELDS])
     rest = f", and {len(names) - MAX_NAMED_FIELDS} more" if len(names) > MAX_NAMED_FIELDS else ""
     return {IGNORED_HEADER: shown + rest}
 

@@ -5,12 +5,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..upstream.inbox import TokenLogprob
+from rorqual.v1 import text_pb2
+
+from ..upstream.inbox import TokenLogprob, finite
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
     """The chat form."""
     return {"content": entries, "refusal": None}
+
+
+def prompt_logprobs(echo: text_pb2.PromptEcho, num_top: int) -> list[dict[str, dict[str, Any]] | None]:
+    """The prompt's, as the peers answer `prompt_logprobs`: by token id, an entry a token, null for the first.
+
+    An entry has the `num_top` likeliest and the prompt's own, whose rank is null where it is not one of them.
+    """
+    out: list[dict[str, dict[str, Any]] | None] = []
+    for entry in echo.logprobs:
+        if not entry.HasField("logprob"):
+            out.append(None)
+            continue
+        ranks = {top.token_id: rank for rank, top in enumerate(entry.top, start=1)}
+        listed = [*entry.top[:num_top], entry]
+        out.append(
+            {
+                str(item.token_id): {
+                    "logprob": finite(item.logprob),
+                    "rank": ranks.get(item.token_id),
+                    "decoded_token": item.token,
+                }
+                for item in listed
+            }
+        )
+    return out
 
 
 class CompletionLogprobs:

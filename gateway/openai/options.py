@@ -35,6 +35,8 @@ def text_options(body: GenerationFields, request_id: str, max_tokens: int | None
         raise refuse("best_of", "best_of other than n is not supported here")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "it is only allowed with stream: true")
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("prompt_logprobs", "it is not allowed with stream: true")
     if body.stream_options is not None and body.stream_options.include_obfuscation:
         raise refuse("stream_options.include_obfuscation", "stream_options.include_obfuscation is not supported here")
     if body.min_tokens is not None and max_tokens is not None and body.min_tokens > max_tokens:
@@ -53,6 +55,8 @@ def text_options(body: GenerationFields, request_id: str, max_tokens: int | None
         skip_special_tokens=body.skip_special_tokens,
         return_prompt_token_ids=bool(body.return_token_ids),
     )
+    if body.prompt_logprobs is not None:
+        options.sampling.prompt_logprobs = body.prompt_logprobs
     return options
 
 

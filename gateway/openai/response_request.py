@@ -32,7 +32,6 @@ READER = BodyReader(
     silent=("prompt_cache_retention", "prompt_cache_options"),
 )
 
-_ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -85,8 +84,6 @@ def field_name(name: str) -> str:
 
 
 def _messages(body: ResponsesBody) -> list[Message]:
-    if body.input is None:
-        raise invalid("input", "it is required")
     messages: list[Message] = []
     if body.instructions:
         messages.append(Message(role="system", content=body.instructions))
@@ -127,8 +124,8 @@ class _Items:
                     )
 
     def _message(self, item: InputItem, here: str) -> None:
-        if item.role not in _ROLES:
-            raise invalid(f"{here}.role", f"it must be one of {', '.join(_ROLES)}, got {item.role!r}")
+        if item.role is None:
+            raise invalid(f"{here}.role", "it is required in a message")
         if item.content is None:
             raise invalid(f"{here}.content", "it is required in a message")
         content = _content(item.content, f"{here}.content")

@@ -36,7 +36,7 @@ class InputItem(msgspec.Struct, kw_only=True):
 
     type: str | None = None
     id: str | None = None
-    role: str | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | list[InputPart] | None = None
     status: str | None = None
     call_id: str | None = None
@@ -75,7 +75,7 @@ class Reasoning(msgspec.Struct):
 class ResponsesBody(SamplingFields, kw_only=True):
     """POST /v1/responses."""
 
-    input: str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)] | None = None
+    input: str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)]
     instructions: str | None = None
     tools: list[ResponseTool] | None = None
     tool_choice: Any = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Raw
@@ -19,6 +19,7 @@ Unit = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Id = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Role = Literal["system", "developer", "user", "assistant", "tool", "latest_reminder"]
 TopCount = Annotated[int, Meta(ge=0, le=20)]
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
@@ -64,6 +65,7 @@ class GenerationFields(SamplingFields, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     best_of: int | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: TopCount | None = None
 
 
 class ContentPart(msgspec.Struct):
@@ -84,7 +86,7 @@ class ToolCall(msgspec.Struct):
 
 
 class Message(msgspec.Struct):
-    role: str
+    role: Role
     content: str | list[ContentPart] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None

@@ -60,6 +60,7 @@ def answer_options(
         continuous_usage=bool(stream_options and stream_options.continuous_usage_stats),
         return_token_ids=bool(body.return_token_ids),
         num_top_logprobs=num_top,
+        num_prompt_logprobs=body.prompt_logprobs,
         echo=isinstance(body, CompletionBody) and bool(body.echo),
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         created=int(context.clock.time_s()),

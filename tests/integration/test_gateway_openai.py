@@ -304,6 +304,32 @@ async def test_echo_and_logprobs_of_a_completion(
     assert "".join(chunk["choices"][0]["text"] for chunk in streamed[:-1]) == choice["text"]
 
 
+async def test_prompt_logprobs(http: RunningGateway, tokenizer: ScriptedTokenizer) -> None:
+    def script(request: Any) -> Script:
+        top = [("c", -0.5), ("d", -0.75)]
+        entries = [logprob("a", None), logprob("b", -math.inf, 2, top)]
+        for number, entry in enumerate(entries[1].top):
+            entry.token_id = 3 + number
+        return Script([[event(0, echo=text_pb2.PromptEcho(logprobs=entries))], *say("x").steps])
+
+    tokenizer.script = script
+    expected = [
+        None,
+        {
+            "3": {"logprob": -0.5, "rank": 1, "decoded_token": "c"},
+            "2": {"logprob": -9999.0, "rank": None, "decoded_token": "b"},
+        },
+    ]
+    chat = (await http.client.post("/v1/chat/completions", json={**CHAT, "prompt_logprobs": 1})).json()
+    assert chat["prompt_logprobs"] == expected
+    assert chat["choices"][0]["logprobs"] is None
+    body = {"model": "scripted", "prompt": "ab", "prompt_logprobs": 1, "logprobs": 0}
+    (choice,) = (await http.client.post("/v1/completions", json=body)).json()["choices"]
+    assert choice["prompt_logprobs"] == expected
+    assert choice["text"] == "x"
+    assert choice["logprobs"]["tokens"] == []  # the script gives the generated ones none
+
+
 async def test_token_ids_on_request(http: RunningGateway, tokenizer: ScriptedTokenizer) -> None:
     body = {**CHAT, "return_token_ids": True}
     whole = (await http.client.post("/v1/chat/completions", json=body)).json()

@@ -32,6 +32,14 @@ def with_field(**fields: Any) -> dict[str, Any]:
     return {"messages": MESSAGES, **fields}
 
 
+def nested(depth: int) -> dict[str, Any]:
+    """A schema of `depth` levels, with brackets in its strings, which are none."""
+    schema: dict[str, Any] = {"description": '[{"' * 100}
+    for _ in range(depth - 1):
+        schema = {"items": schema}
+    return schema
+
+
 @pytest.mark.parametrize(
     ("body", "field"),
     [
@@ -91,6 +99,12 @@ def with_field(**fields: Any) -> dict[str, Any]:
         (with_field(continue_final_message=True), "continue_final_message"),
         (with_field(chat_template_kwargs=[]), "chat_template_kwargs"),
         (with_field(priority=2**31), "priority"),
+        (with_field(prompt_logprobs=21), "prompt_logprobs"),
+        (with_field(prompt_logprobs=1, stream=True), "prompt_logprobs"),
+        (with_field(metadata={"a": 1}), "metadata"),
+        (with_field(stream=True, stream_options={"include_obfuscation": True}), "stream_options.include_obfuscation"),
+        (with_field(tools=[{"type": "function", "function": {"name": "f", "parameters": nested(65)}}]),
+         "tools[0].function.parameters"),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_named(body: Any, field: str) -> None:
@@ -118,7 +132,6 @@ def test_a_bad_value_is_named(body: Any, field: str) -> None:
         ("prediction", {"type": "content", "content": "x"}),
         ("best_of", 3),
         ("use_beam_search", True),
-        ("prompt_logprobs", 1),
         ("chat_template", "{{ x }}"),
         ("logits_processors", ["x"]),
         ("store", True),
@@ -148,6 +161,8 @@ def test_a_known_field_that_is_not_served_is_refused_by_name(name: str, value: A
         ("service_tier", "auto"),
         ("store", False),
         ("length_penalty", 1.0),
+        ("tools", [{"type": "function", "function": {"name": "f", "parameters": nested(64)}}]),
+        ("stream_options", None),
     ],
 )
 def test_its_harmless_values_pass_without_a_word(name: str, value: Any) -> None:
@@ -170,6 +185,7 @@ def test_unknown_fields_are_named_in_a_header_that_is_always_clean() -> None:
     assert header.isascii()
     assert header.isprintable()
     assert ignored_header([]) == {}
+    assert ignored_header(["a", ""])["x-rorqual-ignored-fields"] == 'a, ""'  # a value cannot end with a blank
     assert ignored_header([str(i) for i in range(40)])["x-rorqual-ignored-fields"].endswith("and 24 more")
 
 

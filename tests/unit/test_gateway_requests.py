@@ -251,3 +251,14 @@ def test_scoring_a_prompt() -> None:
         complete_requests(prompt="a", max_tokens=0)
     (plain,) = complete_requests(prompt="a", logprobs=1)
     assert not plain.options.sampling.HasField("prompt_logprobs")
+
+
+def test_the_prompts_own_log_probabilities() -> None:
+    sampling = chat_request(prompt_logprobs=0).options.sampling
+    assert sampling.HasField("prompt_logprobs")
+    assert not sampling.HasField("logprobs")
+    (both,) = complete_requests(prompt="a", echo=True, logprobs=1, prompt_logprobs=5)
+    assert (both.options.sampling.logprobs, both.options.sampling.prompt_logprobs) == (1, 5)
+    (alone,) = complete_requests(prompt="a", prompt_logprobs=2)
+    assert not alone.echo
+    assert alone.options.sampling.prompt_logprobs == 2
