@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--step-ms", type=float, default=150.0)
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--gateways", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=120.0)
     parser.add_argument("--simulate", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -56,7 +57,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tokenizer(folder, VOCAB_SIZE)
-        plan = make_plan({"model": name, "port": 0}, names=("scheduler", "tokenizer", "gateway"))
+        names = ("scheduler", "tokenizer", "gateway")
+        plan = make_plan({"model": name, "port": 0}, names=names, num_gateways=args.gateways)
         stack = Stack(plan, log_dir=folder / "logs")
         worker = [sys.executable, __file__, f"--simulate={plan.scheduler_address}", f"--step-ms={args.step_ms}"]
         executor = subprocess.Popen(worker)

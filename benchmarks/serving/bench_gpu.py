@@ -171,7 +171,9 @@ def free_ports(count: int) -> int:
 
 
 @contextlib.contextmanager
-def serve(shape: Path, settings: dict[str, Any], log_dir: Path, timeout_s: float) -> Iterator[Server]:
+def serve(
+    shape: Path, settings: dict[str, Any], log_dir: Path, timeout_s: float, num_gateways: int = 1
+) -> Iterator[Server]:
     """The stack, ready; a shape without a tokenizer gets one of words."""
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         model = shape
@@ -185,7 +187,9 @@ def serve(shape: Path, settings: dict[str, Any], log_dir: Path, timeout_s: float
         shutil.rmtree(log_dir, ignore_errors=True)
         lines: list[str] = []
         stack = Stack(
-            make_plan(values), log_dir=log_dir, on_event=lambda event: lines.append(f"{event.kind} {event.name}")
+            make_plan(values, num_gateways=num_gateways),
+            log_dir=log_dir,
+            on_event=lambda event: lines.append(f"{event.kind} {event.name}"),
         )
         started_s = time.perf_counter()
         try:
@@ -557,7 +561,7 @@ def part(args: Any, record: Record, settings: dict[str, Any], work: Callable[[Se
     idle_bytes = gpu.used_bytes()
     log_dir = args.log_dir or Path(tempfile.gettempdir()) / "rorqual-bench-logs"
     try:
-        with serve(args.model, settings, log_dir, args.start_timeout) as server:
+        with serve(args.model, settings, log_dir, args.start_timeout, args.gateways) as server:
             try:
                 uvloop.run(work(server, gpu))
                 executors = server.executors()
@@ -599,6 +603,7 @@ def parse_args() -> argparse.Namespace:
     add("--concurrencies", default="1,8,16,32,64,128,256", help="in turn; empty: none")
     add("--input-len", type=int, default=512)
     add("--output-len", type=int, default=256)
+    add("--gateways", type=int, default=1, help="that share the HTTP port")
     add("--warmup", type=int, default=64, help="requests at once in the first warm-up")
     add("--max-model-len", type=int, default=8192)
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the stack, e.g. max_num_seqs=512")
@@ -629,7 +634,7 @@ def main() -> None:
     settings: dict[str, Any] = dict(GPU_SETTINGS) if args.device == "cuda" else {"device": "cpu"}
     settings |= {"max_model_len": args.max_model_len, **dict(pair.split("=", 1) for pair in args.set)}
     points = [(args.input_len, args.output_len, int(c)) for c in args.concurrencies.split(",") if c]
-    record.value["settings"] = settings
+    record.value["settings"] = {**settings, "gateways": args.gateways}
     if args.kernels is not None:
         record.take_kernels(args.kernels)
     if points:

@@ -16,8 +16,12 @@ from rorqual.core.errors import CheckpointError
 from .files import CheckpointFiles, TensorInfo
 
 NUM_THREADS = 4
-BUFFER_BYTES = 32 << 20
-"""One of a thread's two pinned buffers: while one is copied to the device, the file fills the other."""
+BUFFER_BYTES = 8 << 20
+"""One of a thread's two pinned buffers: while one is copied to the device, the file fills the other.
+
+Measured on an H200's machine, 6.6 GB in the page cache: 9.8 GB/s with four threads of 2 x 8 MiB, 9.2 with 2 x 32 MiB,
+10.1 with eight threads, 3.0 with one; copying straight out of the mapping 4.4.
+"""
 AHEAD_BYTES = 2 << 30
 """Tensors on the device that nobody has asked for yet, at most; above the experts of one layer, which a builder takes
 in another order than files hold them."""

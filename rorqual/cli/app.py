@@ -141,6 +141,9 @@ def up(
             show_default=False,
         ),
     ] = None,
+    gateways: Annotated[
+        int, typer.Option(metavar="N", help="Gateways that share the HTTP port, for thousands of tokens a second.")
+    ] = 1,
     log_dir: Annotated[
         str, typer.Option(metavar="DIR", help="Folder for the logs of the processes.", show_default=False)
     ] = "",
@@ -155,7 +158,7 @@ def up(
     Every flag is also a variable (--max-model-len is RORQUAL_MAX_MODEL_LEN) and a key of the TOML file.
     """
     logs = Path(log_dir) if log_dir else checkout_root() / ".rorqual" / "logs"
-    plan = make_plan(settings, config=config, grpc_port=grpc_port)
+    plan = make_plan(settings, config=config, grpc_port=grpc_port, num_gateways=gateways)
     out = Console(highlight=False, soft_wrap=True)
     progress = StartProgress([spec.name for spec in plan.processes])
     stack = Stack(plan, log_dir=logs, on_event=progress.on_event)
@@ -168,7 +171,7 @@ def up(
                 _write_whole(Path(port_file), str(stack.http_port))
             if sample:
                 _show_sample(stack, out, plan.api_key)
-            out.print("Ctrl-C ends all four processes; their logs are in", str(logs))
+            out.print("Ctrl-C ends all processes; their logs are in", str(logs))
             while not stack.wait(1.0):
                 pass
         except StackError:

@@ -183,6 +183,9 @@ class GatewayConfig:
 
     host: str = setting("127.0.0.1", "interface to serve HTTP on")
     port: int = setting(8000, "port to serve HTTP on; 0 takes a free one")
+    reuse_port: bool = setting(
+        False, "share the port with other gateways that say the same; the kernel spreads connections over them"
+    )
     tokenizers: tuple[str, ...] = setting(
         ("127.0.0.1:50051",), "addresses of the tokenizer replicas, separated by commas"
     )

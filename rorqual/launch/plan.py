@@ -100,16 +100,19 @@ def stack_settings(names: Sequence[str] = WHOLE) -> dict[str, tuple[str, Setting
     return dict(sorted(found.items(), key=lambda item: item[1][0] == "telemetry"))
 
 
-def reserve_port(port: int = 0) -> socket.socket:
-    """A loopback port that is bound and not listened on: nobody else is given it, and a server may still take it.
+def reserve_port(port: int = 0, *, host: str = _LOOPBACK, shared: bool = False) -> socket.socket:
+    """A port (on loopback) that is bound and not listened on: nobody else is given it, and a server may still take it.
 
     Linux lets a second socket bind while both have SO_REUSEADDR and none listens; gRPC's servers set it. So all
-    processes can be started at once, each knowing the others' ports. Raises OSError where `port` is taken.
+    processes can be started at once, each knowing the others' ports. `shared`: several servers will listen on it.
+    Raises OSError where `port` is taken.
     """
-    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind((_LOOPBACK, port))
+        if shared:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind((host, port))
     except OSError:
         held.close()
         raise
@@ -158,13 +161,17 @@ def make_plan(
     names: Sequence[str] = WHOLE,
     config: str = "",
     grpc_port: int | None = 0,
+    num_gateways: int = 1,
     environ: Mapping[str, str] = os.environ,
 ) -> StackPlan:
     """Check every process's settings and choose the ports between them.
 
     `flags`: setting name to value, for whichever processes know it. `grpc_port`: the tokenizer's; 0 takes a free one,
-    None the default port or, where that is taken, a free one. Raises ConfigError before anything is started.
+    None the default port or, where that is taken, a free one. `num_gateways` share one HTTP port. Raises ConfigError
+    before anything is started.
     """
+    if not 1 <= num_gateways <= 64:
+        raise ConfigError(f"--gateways must be 1 to 64, got {num_gateways}", field="gateways")
     root = checkout_root()
     base = [f"--config={Path(config).resolve()}"] if config else []
     environ = {k: v for k, v in environ.items() if k not in ("RORQUAL_PORT_FILE", "RORQUAL_READY_FILE")}
@@ -179,6 +186,9 @@ def make_plan(
             keys = read_api_keys(gateway.api_key, gateway.api_key_file)
             http_host, api_key = gateway.host, keys[0].key if keys else ""
             check_port(gateway.host, gateway.port)
+            if num_gateways > 1:
+                reserved.append(reserve_port(gateway.port, host=gateway.host, shared=True))
+                given["gateway"] += [f"--port={reserved[0].getsockname()[1]}", "--reuse-port"]
 
         def reserve(port: int | None) -> str:
             try:
@@ -214,12 +224,13 @@ def make_plan(
         wiring["gateway"].append("--metrics-port=-1")
         processes = tuple(
             ProcessSpec(
-                name,
+                name if replica == 0 else f"{name}-{replica + 1}",
                 MODULES[name],
                 (*given[name], *wiring[name]),
                 "RORQUAL_READY_FILE" if name == "executor" else "RORQUAL_PORT_FILE",
             )
             for name in names
+            for replica in range(num_gateways if name == "gateway" else 1)
         )
     except BaseException:
         for held in reserved:

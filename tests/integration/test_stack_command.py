@@ -80,7 +80,7 @@ def up(served_model: Any, environ: dict[str, str], tmp_path: Path, wait_until: W
 def test_up_serves_and_sigterm_ends_all_four(up: Up, wait_until: WaitUntil, tmp_path: Path) -> None:
     assert httpx.get(f"{up.url}/health").status_code == 200
     assert len(up.children) == 4
-    wait_until(lambda: "Ctrl-C ends all four processes" in up.output.read_text(), "the sample is done", 60)
+    wait_until(lambda: "Ctrl-C ends all processes" in up.output.read_text(), "the sample is done", 60)
     text = up.output.read_text()
     assert f"curl -N {up.url}/v1/chat/completions" in text
     assert "> Tell me a short story" in text

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from gateway.server import bind
 from rorqual import __version__
 from rorqual.cli import http
 from rorqual.cli.app import run
@@ -124,6 +126,22 @@ def test_every_setting_reaches_the_processes_that_know_it(checkout: Path, plans:
     assert built["tokenizer"].scheduler == built["executor"].scheduler == built["scheduler"].listen
     assert built["gateway"].tokenizers == (built["tokenizer"].listen,) == (plan.text_address,)
     assert plan.api_key == "a"
+
+
+def test_gateways_share_one_port_that_is_held_for_them(checkout: Path, plans: list[StackPlan]) -> None:
+    plans.append(plan := make_plan({"port": 0}, num_gateways=3, environ={}))
+    assert [spec.name for spec in plan.processes if spec.module == "gateway"] == ["gateway", "gateway-2", "gateway-3"]
+    configs = [resolve_config(PROCESSES["gateway"], s.argv, {}) for s in plan.processes if s.module == "gateway"]
+    assert len({config.port for config in configs}) == 1
+    assert configs[0].port > 0
+    assert all(config.reuse_port for config in configs)
+    with contextlib.ExitStack() as listening:
+        for config in configs:
+            listening.enter_context(contextlib.closing(bind(config))).listen()
+        with pytest.raises(ConfigError, match="taken"):  # another stack does not share it unknowingly
+            make_plan({"port": configs[0].port}, num_gateways=3, environ={})
+    with pytest.raises(ConfigError, match="--gateways must be 1 to 64"):
+        make_plan({"port": 0}, num_gateways=0, environ={})
 
 
 def test_one_metrics_port_becomes_one_a_process(checkout: Path, plans: list[StackPlan]) -> None:
