@@ -24,7 +24,7 @@ namespace rorqual {
 namespace {
 
 struct Prefill {
-  static constexpr int kGroups = 2, kGroupThreads = 128, kGroupWarps = 4, kGroupRows = 64;
+  static constexpr int kGroups = 2, kGroupThreads = 128, kGroupWarps = 4, kGroupRows = kPrefillGroupRows;
   static constexpr int kComputeThreads = kGroups * kGroupThreads;
   static constexpr int kThreads = kComputeThreads + kGroupThreads;  // whole warpgroups, so that one gives up registers
   static constexpr int kComputeRegisters = 232, kProducerRegisters = 40;
@@ -38,15 +38,17 @@ struct Prefill {
   static constexpr int kValueChunks = kValue / kChunkCols;
   static constexpr int kQueryChunkBytes = kRows * kChunkRowBytes, kKeyChunkBytes = kKeys * kChunkRowBytes;
   static constexpr int kQueryBytes = kKeyChunks * kQueryChunkBytes;
+  static constexpr int kGroupChunkBytes = kGroupRows * kChunkRowBytes;  // a warpgroup's part of a chunk of Q
   static constexpr int kKeyBytes = kKeyChunks * kKeyChunkBytes, kValueBytes = kValueChunks * kKeyChunkBytes;
   static constexpr int kScores = kKeys / 2, kOut = kValue / 2;  // registers of the accumulators of 64 rows
   static constexpr int kProbs = kScores / 2;
 
   static constexpr int kKeyOffset = kQueryBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * kKeyBytes;
-  static constexpr int kItemOffset = kValueOffset + kStages * kValueBytes;  // the tile's words, then the head
-  static constexpr int kBarrierOffset = kItemOffset + 64;
-  static constexpr int kSmemBytes = kBarrierOffset + (2 + 4 * kStages) * 8;
+  static constexpr int kItemBytes = 64;  // the tile's words, then the head
+  static constexpr int kItemOffset = kValueOffset + kStages * kValueBytes;  // one for each warpgroup
+  static constexpr int kBarrierOffset = kItemOffset + kGroups * kItemBytes;
+  static constexpr int kSmemBytes = kBarrierOffset + (2 * kGroups + 4 * kStages) * 8;
   static_assert(kKeyOffset % 1024 == 0 && kValueOffset % 1024 == 0 && kSmemBytes + 1024 <= 232448);
   static constexpr int kHeadWord = kPrefillTileWords;
 
@@ -54,14 +56,17 @@ struct Prefill {
 };
 
 struct PrefillBarriers {
-  uint64_t *q_full, *q_empty, *k_full, *k_empty, *v_full, *v_empty;  // of keys and values: [kStages]
+  uint64_t *q_full, *q_empty;                      // [kGroups]
+  uint64_t *k_full, *k_empty, *v_full, *v_empty;  // [kStages]
 };
 
 __device__ __forceinline__ void produce(const MlaPrefillParams& p, char* smem, const PrefillBarriers& barriers) {
   using T = Prefill;
   const int lane = threadIdx.x % kWarpSize;
   const int num_items = p.num_tiles * p.num_heads;
-  volatile int* shared_item = reinterpret_cast<volatile int*>(smem + T::kItemOffset);
+  const auto shared_item = [&](int g) {
+    return reinterpret_cast<volatile int*>(smem + T::kItemOffset + g * T::kItemBytes);
+  };
   uint32_t step = 0, num_taken = 0;  // key tiles and items so far
   for (int item = blockIdx.x; item < num_items; ++num_taken) {
     // Every item adds one, so whoever draws the last number leaves the queue as it was found.
@@ -112,18 +117,28 @@ __device__ __forceinline__ void produce(const MlaPrefillParams& p, char* smem, c
       __syncwarp();
     };
 
-    load_keys(step, key_begin);  // its slot is free before Q's is
-    mbarrier_wait(barriers.q_empty, num_taken % 2 ^ 1);
-    if (lane <= T::kHeadWord) shared_item[lane] = word;
-    __syncwarp();
+    load_keys(step, key_begin);  // its slot is free before Q's is; until then Q comes as near as L2
     if (lane == 0) {
-      mbarrier_arrive_expect_tx(barriers.q_full, T::kQueryBytes);
 #pragma unroll
-      for (int c = 0; c < T::kKeyChunks; ++c) {
-        tma_load_3d(smem + c * T::kQueryChunkBytes, &p.q_map, barriers.q_full, c * T::kChunkCols, head, q_row);
+      for (int i = 0; i < T::kGroups * T::kKeyChunks; ++i) {
+        tma_prefetch_3d(&p.q_map, i % T::kKeyChunks * T::kChunkCols, head, q_row + i / T::kKeyChunks * T::kGroupRows);
       }
     }
-    __syncwarp();
+#pragma unroll
+    for (int g = 0; g < T::kGroups; ++g) {
+      mbarrier_wait(&barriers.q_empty[g], num_taken % 2 ^ 1);
+      if (lane <= T::kHeadWord) shared_item(g)[lane] = word;
+      __syncwarp();
+      if (lane == 0) {
+        mbarrier_arrive_expect_tx(&barriers.q_full[g], T::kQueryBytes / T::kGroups);
+#pragma unroll
+        for (int c = 0; c < T::kKeyChunks; ++c) {
+          tma_load_3d(smem + c * T::kQueryChunkBytes + g * T::kGroupChunkBytes, &p.q_map, &barriers.q_full[g],
+                      c * T::kChunkCols, head, q_row + g * T::kGroupRows);
+        }
+      }
+      __syncwarp();
+    }
     for (int key = key_begin + T::kKeys; key < key_end; key += T::kKeys, ++step) {
       load_keys(step + 1, key);
       load_values(step, key - T::kKeys);
@@ -132,10 +147,13 @@ __device__ __forceinline__ void produce(const MlaPrefillParams& p, char* smem, c
     ++step;
     item = static_cast<int>(gridDim.x) + __shfl_sync(0xffffffffu, drawn, 0);
   }
-  mbarrier_wait(barriers.q_empty, num_taken % 2 ^ 1);
-  if (lane == 0) {
-    shared_item[T::kHeadWord] = -1;
-    mbarrier_arrive(barriers.q_full);
+#pragma unroll
+  for (int g = 0; g < T::kGroups; ++g) {
+    mbarrier_wait(&barriers.q_empty[g], num_taken % 2 ^ 1);
+    if (lane == 0) {
+      shared_item(g)[T::kHeadWord] = -1;
+      mbarrier_arrive(&barriers.q_full[g]);
+    }
   }
 }
 
@@ -145,10 +163,11 @@ struct RunningSoftmax {
   float max[2], sum[2];
 
   // Turns scores into weights, and says by what the rows' earlier output must be multiplied.
-  __device__ __forceinline__ void update(float (&scores)[Prefill::kScores], float (&rescale)[2], float scale_log2) {
+  template <int kCount>
+  __device__ __forceinline__ void update(float (&scores)[kCount], float (&rescale)[2], float scale_log2) {
     float tile_max[4] = {scores[0], scores[2], scores[4], scores[6]};  // two chains a row
 #pragma unroll
-    for (int i = 0; i < Prefill::kScores; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       float& into = tile_max[i % 4 / 2 + i / 4 % 2 * 2];
       into = fmaxf(into, scores[i]);
     }
@@ -160,18 +179,19 @@ struct RunningSoftmax {
       new_max = fmaxf(new_max, __shfl_xor_sync(0xffffffffu, new_max, 2));
       new_max = fmaxf(new_max, max[h]);
       // A row that has seen nothing yet keeps a finite base, so that no -inf is subtracted from itself.
-      shift[h] = new_max == neg_inf() ? 0.f : new_max * scale_log2;
-      rescale[h] = exp2_approx(max[h] * scale_log2 - shift[h]);
+      const float base = new_max == neg_inf() ? 0.f : new_max;
+      rescale[h] = exp2_approx((max[h] - base) * scale_log2);  // exactly one if the maximum has not grown
+      shift[h] = base * scale_log2;
       max[h] = new_max;
     }
     float tile_sum[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-    for (int i = 0; i < Prefill::kScores; ++i) {
-      scores[i] = exp2_approx(scores[i] * scale_log2 - shift[i % 4 / 2]);
+    for (int i = 0; i < kCount; ++i) {
+      scores[i] = exp2_approx(fmaf(scores[i], scale_log2, -shift[i % 4 / 2]));
       tile_sum[i % 4 / 2 + i / 4 % 2 * 2] += scores[i];
     }
 #pragma unroll
-    for (int h = 0; h < 2; ++h) sum[h] = sum[h] * rescale[h] + (tile_sum[h] + tile_sum[h + 2]);
+    for (int h = 0; h < 2; ++h) sum[h] = fmaf(sum[h], rescale[h], tile_sum[h] + tile_sum[h + 2]);
   }
 };
 
@@ -181,24 +201,35 @@ __device__ __forceinline__ void hold_until(float sum) {
   asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p trap;\n}" ::"f"(sum));
 }
 
-// S = Q K^T, started: 64 rows of Q by one tile of keys.
-__device__ __forceinline__ void start_scores(float (&scores)[Prefill::kScores], uint64_t q_desc, uint64_t k_desc) {
+// S = Q K^T, started: 64 rows of Q by the first kKeys of a tile of keys.
+template <int kKeys>
+__device__ __forceinline__ void start_scores(float (&scores)[kKeys / 2], uint64_t q_desc, uint64_t k_desc) {
   using T = Prefill;
+  wgmma_fence();
 #pragma unroll
   for (int k = 0; k < T::kKeyChunks * T::kStepsPerChunk; ++k) {
     const int chunk = k / T::kStepsPerChunk, inner = k % T::kStepsPerChunk * 32;
-    wgmma_m64n128k16_ss<0, 0>(scores, q_desc + (chunk * T::kQueryChunkBytes + inner) / 16,
-                              k_desc + (chunk * T::kKeyChunkBytes + inner) / 16, k > 0);
+    const uint64_t q_at = q_desc + (chunk * T::kQueryChunkBytes + inner) / 16;
+    const uint64_t k_at = k_desc + (chunk * T::kKeyChunkBytes + inner) / 16;
+    if constexpr (kKeys == T::kKeys) {
+      wgmma_m64n128k16_ss<0, 0>(scores, q_at, k_at, k > 0);
+    } else {
+      static_assert(kKeys == 64);
+      wgmma_m64n64k16_ss<0, 0>(scores, q_at, k_at, k > 0);
+    }
   }
   wgmma_commit();
 }
 
-// O += P V, started: the weights of 64 rows by one tile of values.
+// O += P V, started: the weights of 64 rows by the first kKeys of a tile of values.
+template <int kKeys>
 __device__ __forceinline__ void start_output(float (&out)[Prefill::kOut], const uint32_t (&probs)[Prefill::kProbs],
                                              uint64_t v_desc) {
   using T = Prefill;
+  wgmma_fence_operand(out);
+  wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < T::kKeys / 16; ++k) {
+  for (int k = 0; k < kKeys / 16; ++k) {
     wgmma_m64n128k16_rs<1>(out, probs[4 * k], probs[4 * k + 1], probs[4 * k + 2], probs[4 * k + 3],
                            v_desc + k * 16 * T::kChunkRowBytes / 16, 1);
   }
@@ -211,8 +242,8 @@ __device__ __forceinline__ void compute(const MlaPrefillParams& p, char* smem, c
   const int warpgroup = threadIdx.x / T::kGroupThreads, thread = threadIdx.x % T::kGroupThreads;
   const int warp = thread / kWarpSize, lane = thread % kWarpSize, group = lane / 4, quad = lane % 4;
   const int own_row = warpgroup * T::kGroupRows + 16 * warp + group;  // of the tile; the other one is 8 below
-  const volatile int* item = reinterpret_cast<const volatile int*>(smem + T::kItemOffset);
-  const uint64_t q_desc = swizzle128_desc(smem_addr(smem) + warpgroup * T::kGroupRows * T::kChunkRowBytes);
+  const volatile int* item = reinterpret_cast<const volatile int*>(smem + T::kItemOffset + warpgroup * T::kItemBytes);
+  const uint64_t q_desc = swizzle128_desc(smem_addr(smem) + warpgroup * T::kGroupChunkBytes);
   const uint64_t k_desc = swizzle128_desc(smem_addr(smem) + T::kKeyOffset);
   const uint64_t v_desc = swizzle128_desc(smem_addr(smem) + T::kValueOffset, T::kKeyChunkBytes);
   const auto key_desc = [&](uint32_t at) { return k_desc + at % T::kStages * (T::kKeyBytes / 16); };
@@ -232,12 +263,24 @@ __device__ __forceinline__ void compute(const MlaPrefillParams& p, char* smem, c
 
   uint32_t step = 0;
   for (uint32_t num_taken = 0;; ++num_taken) {
-    mbarrier_wait(barriers.q_full, num_taken % 2);
+    mbarrier_wait(&barriers.q_full[warpgroup], num_taken % 2);
     const int head = item[T::kHeadWord];
     if (head < 0) break;
     const int q_row = item[0], num_rows = item[1], first_limit = item[2];
     const int key_begin = item[4], key_end = item[5], valid_end = item[6], flags = item[7];
     const int num_steps = (key_end - key_begin + T::kKeys - 1) / T::kKeys;
+    if (num_rows <= warpgroup * T::kGroupRows) {  // none of the rows are this warpgroup's
+      for (int n = 0; n < num_steps; ++n, ++step) {
+        wait(barriers.k_full, step);
+        take_turn();
+        pass_turn();
+        release(&barriers.k_empty[step % T::kStages]);
+        wait(barriers.v_full, step);
+        release(&barriers.v_empty[step % T::kStages]);
+      }
+      release(&barriers.q_empty[warpgroup]);
+      continue;
+    }
     // Row r of the tile attends to keys [0, first_limit + r). Up to here all of this warpgroup's rows attend to all.
     const int all_limit = first_limit + warpgroup * T::kGroupRows;
     const int limit = first_limit + own_row;
@@ -265,13 +308,13 @@ __device__ __forceinline__ void compute(const MlaPrefillParams& p, char* smem, c
       }
     }
 
-    float scores[T::kScores], rescale[2] = {1.f, 1.f};
+    float rescale[2] = {1.f, 1.f};
     uint32_t probs[T::kProbs];
     // scores[4j + 2h + e]: row own_row + 8 h, key first_key + 8 j + 2 quad + e.
-    const auto mask = [&](int first_key) {
-      if (first_key + T::kKeys <= all_limit) return;
+    const auto mask = [&]<int kCount>(float(&scores)[kCount], int first_key) {
+      if (first_key + 2 * kCount <= all_limit) return;
 #pragma unroll
-      for (int i = 0; i < T::kScores; ++i) {
+      for (int i = 0; i < kCount; ++i) {
         const int key = first_key + i / 4 * 8 + 2 * quad + i % 2;
         if (key >= limit + i % 4 / 2 * 8) scores[i] = neg_inf();
       }
@@ -283,49 +326,61 @@ __device__ __forceinline__ void compute(const MlaPrefillParams& p, char* smem, c
         for (int i = 0; i < T::kOut; ++i) out[i] *= rescale[i % 4 / 2];
       }
     };
-    const auto pack = [&] {
+    const auto pack = [&]<int kCount>(const float(&scores)[kCount]) {
 #pragma unroll
-      for (int i = 0; i < T::kProbs; ++i) probs[i] = pack_bf16(scores[2 * i], scores[2 * i + 1]);
+      for (int i = 0; i < kCount / 2; ++i) probs[i] = pack_bf16(scores[2 * i], scores[2 * i + 1]);
     };
-
-    wait(barriers.k_full, step);
-    wgmma_fence();
-    start_scores(scores, q_desc, key_desc(step));
-    wgmma_wait<0>();
-    wgmma_fence_operand(scores);
-    release(&barriers.k_empty[step % T::kStages]);
-    mask(key_begin);
-    softmax.update(scores, rescale, p.scale_log2);
-    rescale_out();
-    pack();
-
-    for (int n = 1; n < num_steps; ++n, ++step) {
+    const auto first_tile = [&]<int kKeys>() {
+      float scores[kKeys / 2];
+      wait(barriers.k_full, step);
+      take_turn();
+      wgmma_fence_operand(scores);
+      start_scores<kKeys>(scores, q_desc, key_desc(step));
+      pass_turn();
+      wgmma_wait<0>();
+      wgmma_fence_operand(scores);
+      release(&barriers.k_empty[step % T::kStages]);
+      mask(scores, key_begin);
+      softmax.update(scores, rescale, p.scale_log2);
+      rescale_out();
+      pack(scores);
+    };
+    // The scores of tile n beside the output of tile n - 1.
+    const auto next_tile = [&]<int kKeys>(int n) {
+      float scores[kKeys / 2];
       wait(barriers.k_full, step + 1);
       take_turn();
       wgmma_fence_operand(scores);
-      wgmma_fence();
-      start_scores(scores, q_desc, key_desc(step + 1));
+      start_scores<kKeys>(scores, q_desc, key_desc(step + 1));
       wait(barriers.v_full, step);
-      wgmma_fence_operand(out);
-      wgmma_fence();
-      start_output(out, probs, value_desc(step));
+      start_output<T::kKeys>(out, probs, value_desc(step));
       pass_turn();
       wgmma_wait<1>();
       wgmma_fence_operand(scores);
       release(&barriers.k_empty[(step + 1) % T::kStages]);
-      mask(key_begin + n * T::kKeys);
+      mask(scores, key_begin + n * T::kKeys);
       softmax.update(scores, rescale, p.scale_log2);
       hold_until(softmax.sum[0] + softmax.sum[1]);
       wgmma_wait<0>();
       wgmma_fence_operand(out);
       release(&barriers.v_empty[step % T::kStages]);
       rescale_out();
-      pack();
+      pack(scores);
+      ++step;
+    };
+    const int last_key = key_begin + (num_steps - 1) * T::kKeys;
+    // On the diagonal the upper rows attend to no key of the last tile's second half.
+    const bool half = all_limit + T::kGroupRows - 1 <= last_key + T::kKeys / 2;
+    if (half && num_steps == 1) {
+      first_tile.template operator()<T::kKeys / 2>();
+    } else {
+      first_tile.template operator()<T::kKeys>();
     }
-    release(barriers.q_empty);  // all scores are done, and this item's words are read
+    for (int n = 1; n < num_steps - half; ++n) next_tile.template operator()<T::kKeys>(n);
+    if (half && num_steps > 1) next_tile.template operator()<T::kKeys / 2>(num_steps - 1);
+    release(&barriers.q_empty[warpgroup]);  // all scores are done, and this item's words are read
 
     wait(barriers.v_full, step);
-    const int last_key = key_begin + (num_steps - 1) * T::kKeys;
     if (last_key + T::kKeys > valid_end) {
       // What lies beyond the sequence may be anything, and 0 * NaN is NaN. Both warpgroups clear it, each for itself.
       char* values = smem + T::kValueOffset + step % T::kStages * T::kValueBytes;
@@ -337,11 +392,15 @@ __device__ __forceinline__ void compute(const MlaPrefillParams& p, char* smem, c
       fence_proxy_async();
       named_barrier_sync(T::kBarrierGroup + warpgroup, T::kGroupThreads);
     }
-    wgmma_fence_operand(out);
-    wgmma_fence();
-    start_output(out, probs, value_desc(step));
-    wgmma_wait<0>();
-    wgmma_fence_operand(out);
+    if (half) {
+      start_output<T::kKeys / 2>(out, probs, value_desc(step));
+      wgmma_wait<0>();
+      wgmma_fence_operand(out);
+    } else {
+      start_output<T::kKeys>(out, probs, value_desc(step));
+      wgmma_wait<0>();
+      wgmma_fence_operand(out);
+    }
     release(&barriers.v_empty[step % T::kStages]);
     ++step;
 
@@ -387,14 +446,21 @@ __global__ void __launch_bounds__(Prefill::kThreads, 1) mla_prefill_kernel(const
   extern __shared__ char smem_raw[];
   char* smem = smem_raw + (1024 - smem_addr(smem_raw) % 1024) % 1024;
   uint64_t* bars = reinterpret_cast<uint64_t*>(smem + T::kBarrierOffset);
-  const PrefillBarriers barriers{bars, bars + 1, bars + 2, bars + 2 + T::kStages, bars + 2 + 2 * T::kStages,
-                                 bars + 2 + 3 * T::kStages};
+  uint64_t* stage_bars = bars + 2 * T::kGroups;
+  const PrefillBarriers barriers{bars,
+                                 bars + T::kGroups,
+                                 stage_bars,
+                                 stage_bars + T::kStages,
+                                 stage_bars + 2 * T::kStages,
+                                 stage_bars + 3 * T::kStages};
   if (threadIdx.x == 0) {
     tma_prefetch_map(&p.q_map);
     tma_prefetch_map(&p.kv_map);
     tma_prefetch_map(&p.k_pe_map);
-    mbarrier_init(barriers.q_full, 1);
-    mbarrier_init(barriers.q_empty, T::kGroups * T::kGroupWarps);
+    for (int g = 0; g < T::kGroups; ++g) {
+      mbarrier_init(&barriers.q_full[g], 1);
+      mbarrier_init(&barriers.q_empty[g], T::kGroupWarps);
+    }
     for (int stage = 0; stage < T::kStages; ++stage) {
       mbarrier_init(&barriers.k_full[stage], 1);
       mbarrier_init(&barriers.v_full[stage], 1);

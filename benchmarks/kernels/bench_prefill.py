@@ -128,7 +128,7 @@ class Bench:
         kv = self.randn(batch * k_len, num_heads, 256)
         k_pe = self.randn(batch * k_len, 576)[:, 512:]
         out = torch.full((batch * q_len, num_heads, 128), float("nan"), device=self.device, dtype=BF16)
-        plan = plan_prefill([q_len] * batch, [k_len] * batch).to(self.device)
+        plan = plan_prefill([q_len] * batch, [k_len] * batch, num_heads=num_heads).to(self.device)
         flop = causal_flop(num_heads, batch, q_len, k_len)
         shape = {"heads": num_heads, "batch": batch, "queries": q_len, "prefix": prefix}
         text = " ".join(f"{key}={value}" for key, value in shape.items())

@@ -54,7 +54,7 @@ extern "C" int rorqual_mla_prefill(const RorqualMlaPrefill* a, void* stream) {
     return rorqual::encode_bf16_map<3>(map, base, dims, strides, box, "mla_prefill");
   };
   int refused = rows_map(&p.q_map, a->q, 192, a->num_heads, a->num_tokens, a->q_head_stride, a->q_token_stride,
-                         rorqual::kPrefillTileRows);
+                         rorqual::kPrefillGroupRows);
   if (refused == 0) {
     refused = rows_map(&p.kv_map, a->kv, 256, a->num_heads, a->num_keys, a->kv_head_stride, a->kv_token_stride,
                        rorqual::kPrefillTileKeys);

@@ -18,6 +18,8 @@ BLOCK_SIZE = 64
 NOPE, ROPE, VALUE = 128, 64, 128
 LATENT_WIDTH = 576
 TILE_ROWS, TILE_KEYS = 128, 128
+HALF_TILE_ROWS = 64  # what one of the kernel's two warpgroups takes
+NUM_SMS = 132
 STATE_WIDTH = 136  # of a row carried from slab to slab: 128 of output, 4 partial sums, the maximum, 3 unused
 
 _HEADER_WORDS, _TILE_WORDS = 8, 8
@@ -63,9 +65,16 @@ class PrefillPlan:
 
 
 def plan_prefill(
-    q_lens: Sequence[int], k_lens: Sequence[int], *, key_begin: int = 0, key_end: int | None = None
+    q_lens: Sequence[int],
+    k_lens: Sequence[int],
+    *,
+    key_begin: int = 0,
+    key_end: int | None = None,
+    num_heads: int | None = None,
 ) -> PrefillPlan:
     """Cut the attention of packed sequences into tiles of 128 query rows, heaviest first. On the host, once a step.
+
+    With `num_heads`, tiles are of 64 rows where those of 128 would leave half of the multiprocessors without one.
 
     Sequence s has q_lens[s] queries, the last of its k_lens[s] keys; query i attends to keys up to
     k_lens[s] - q_lens[s] + i. With `key_begin` and `key_end` (multiples of 128; None: all) the call takes one slab of
@@ -86,10 +95,13 @@ def plan_prefill(
     held = np.clip(np.minimum(k, end) - key_begin, 0, None)
     k_starts = np.concatenate(([0], np.cumsum(held)))
 
-    tiles_of = -(-q // TILE_ROWS)
+    tile_rows = TILE_ROWS
+    if num_heads is not None and int((-(-q // TILE_ROWS)).sum()) * num_heads <= NUM_SMS // 2:
+        tile_rows = HALF_TILE_ROWS
+    tiles_of = -(-q // tile_rows)
     seq = np.repeat(np.arange(q.shape[0]), tiles_of)
-    first_row = (np.arange(seq.shape[0]) - np.repeat(np.cumsum(tiles_of) - tiles_of, tiles_of)) * TILE_ROWS
-    num_rows = np.minimum(q[seq] - first_row, TILE_ROWS)
+    first_row = (np.arange(seq.shape[0]) - np.repeat(np.cumsum(tiles_of) - tiles_of, tiles_of)) * tile_rows
+    num_rows = np.minimum(q[seq] - first_row, tile_rows)
     first_limit = k[seq] - q[seq] + first_row + 1
     last_limit = first_limit + num_rows - 1
     tile_end = np.minimum(last_limit, end)

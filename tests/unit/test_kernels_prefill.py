@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rorqual.kernels import reference
@@ -17,15 +17,19 @@ SCALE = 192**-0.5
 LENGTHS = st.lists(st.tuples(st.integers(0, 400), st.integers(0, 500)), max_size=6)
 
 
-@given(LENGTHS, st.sampled_from([None, 128, 256, 512]))
-def test_tiles_cover_every_row_of_every_slab_once(lengths: list[tuple[int, int]], slab: int | None) -> None:
+@settings(deadline=None, max_examples=50)
+@given(LENGTHS, st.sampled_from([None, 128, 256, 512]), st.sampled_from([None, 4, 128]))
+def test_tiles_cover_every_row_of_every_slab_once(
+    lengths: list[tuple[int, int]], slab: int | None, num_heads: int | None
+) -> None:
     q_lens, k_lens = [q for q, _ in lengths], [q + prefix for q, prefix in lengths]
     longest = max(k_lens, default=0)
     seen = [np.zeros((q, k), dtype=np.int32) for q, k in zip(q_lens, k_lens, strict=True)]
     finished = np.zeros(sum(q_lens), dtype=np.int32)
     begun = np.zeros(sum(q_lens), dtype=np.int32)
     for begin in range(0, max(longest, 1), slab or max(longest, 1)):
-        plan = plan_prefill(q_lens, k_lens, key_begin=begin, key_end=None if slab is None else begin + slab)
+        end = None if slab is None else begin + slab
+        plan = plan_prefill(q_lens, k_lens, key_begin=begin, key_end=end, num_heads=num_heads)
         tiles = plan.words[8:].reshape(-1, 8)
         assert tiles.shape[0] == plan.num_tiles
         assert not plan.words[:8].any()
@@ -52,6 +56,13 @@ def test_tiles_cover_every_row_of_every_slab_once(lengths: list[tuple[int, int]]
         assert (counts == (np.arange(k)[None, :] <= position)).all()
     assert (begun == 1).all()
     assert (finished == 1).all()
+
+
+def test_few_heads_and_rows_take_half_tiles() -> None:
+    assert plan_prefill([512], [512]).num_tiles == 4
+    assert plan_prefill([512], [512], num_heads=16).num_tiles == 8
+    assert plan_prefill([512], [512], num_heads=17).num_tiles == 4
+    assert plan_prefill([100, 0, 30], [100, 5, 30], num_heads=4).words[8:].reshape(-1, 8)[:, 1].tolist() == [64, 36, 30]
 
 
 @pytest.mark.parametrize(

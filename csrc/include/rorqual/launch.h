@@ -178,15 +178,15 @@ cudaError_t launch_experts_combine(const ExpertsCombineParams& p, cudaStream_t s
 
 
 // ---- prefill ----
-inline constexpr int kPrefillTileRows = 128, kPrefillTileKeys = 128;
+inline constexpr int kPrefillGroupRows = 64, kPrefillTileRows = 128, kPrefillTileKeys = 128;
 inline constexpr int kPrefillTileWords = 8;     // words of a tile in the plan, in abi.h
 inline constexpr int kPrefillStateWords = 136;  // 128 of output, 4 partial sums, the maximum, 3 unused
 inline constexpr int kPrefillFirst = 1, kPrefillLast = 2;
 
 struct MlaPrefillParams {
-  CUtensorMap q_map;     // [num_tokens, num_heads, 192], boxes of 128 rows of 64 columns
-  CUtensorMap kv_map;    // [num_keys, num_heads, 256], the same
-  CUtensorMap k_pe_map;  // [num_keys, 1, 64]
+  CUtensorMap q_map;     // [num_tokens, num_heads, 192], boxes of 64 rows of 64 columns
+  CUtensorMap kv_map;    // [num_keys, num_heads, 256], boxes of 128 rows of 64 columns
+  CUtensorMap k_pe_map;  // [num_keys, 1, 64], the same
   __nv_bfloat16* out;    // [num_tokens, num_heads, 128]
   float* lse;            // [num_tokens, num_heads] or null, natural logarithm
   float* state;          // [num_tokens, num_heads, 136]; null if every tile is first and last
