@@ -1,9 +1,10 @@
-"""CPU time a token of scheduler, tokenizer and gateway, with a simulated executor that only makes tokens up.
+"""CPU time and latency of scheduler, tokenizer and gateway, with a simulated executor that only makes tokens up.
 
-    python benchmarks/serving/bench_control_plane.py [--streams 256] [--step-ms 150] [--new-tokens 64]
+    python benchmarks/serving/bench_control_plane.py [--streams 256] [--step-ms 150] [--new-tokens 64] [--gateways 1]
 
 Each process's CPU time while it carries the load, divided by the tokens; the machine's other work makes it an upper
-bound. The last line is one JSON object.
+bound. A step of the simulated executor takes --step-ms, whatever it computes: what TTFT and TPOT are above it is the
+way through the processes (with the simulation's own time in it). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 import psutil  # noqa: E402
 import uvloop  # noqa: E402
-from load_client import completion_job, run_load  # noqa: E402
+from load_client import LoadRun, completion_job, run_load  # noqa: E402
 from word_tokenizer import random_text, words, write_tokenizer  # noqa: E402
 
 from rorqual.launch import Stack, make_plan  # noqa: E402
@@ -48,6 +49,7 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=150.0)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--gateways", type=int, default=1)
+    parser.add_argument("--input-len", type=int, default=8)
     parser.add_argument("--timeout", type=float, default=120.0)
     parser.add_argument("--simulate", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -67,23 +69,24 @@ def main() -> None:
             rng, vocab = random.Random(0), words(VOCAB_SIZE)
             processes = {name: psutil.Process(pid) for name, pid in stack.pids.items()}
 
-            def load(new_tokens: int) -> tuple[float, dict[str, float]]:
-                """(tokens a second, CPU us a token by process)."""
-                jobs = [completion_job(random_text(vocab, 8, rng), 8, new_tokens, seed=i) for i in range(args.streams)]
+            def load(new_tokens: int) -> tuple[LoadRun, dict[str, float]]:
+                """The run, and CPU us a token by process."""
+                texts = [random_text(vocab, args.input_len, rng) for _ in range(max(args.streams, 4))]
+                jobs = [completion_job(text, args.input_len, new_tokens) for text in texts]
                 before = {name: sum(p.cpu_times()[:2]) for name, p in processes.items()}
                 run = uvloop.run(run_load(stack.url, jobs, args.streams, args.timeout))
-                num_tokens = args.streams * new_tokens
                 spent = {name: 1e6 * (sum(p.cpu_times()[:2]) - before[name]) for name, p in processes.items()}
                 spent["client"] = 1e6 * run.client_cpu_s
-                return run.output_tok_s, {name: round(us / num_tokens, 1) for name, us in spent.items()}
+                num_tokens = len(jobs) * new_tokens
+                return run, {name: round(us / num_tokens, 1) for name, us in spent.items()}
 
             load(8)
-            tok_s, us_per_token = load(args.new_tokens)
+            run, us_per_token = load(args.new_tokens)
         finally:
             executor.terminate()
             executor.wait()
             stack.stop()
-    print(json.dumps({"streams": args.streams, "tok_s": round(tok_s, 1), "cpu_us_per_token": us_per_token}))
+    print(json.dumps({"streams": args.streams, **run.summary(), "cpu_us_per_token": us_per_token}))
 
 
 if __name__ == "__main__":
