@@ -4,8 +4,10 @@
 // is to keep loads in flight. Both products are transposed, so that the tensor cores' fixed side of 64 is the
 // tokens (scores) or the value columns (output), and the rows, however few, are the free side N:
 //   S^T [64 tokens x N] = K [64 x 576] Q^T,   O^T [512 x N] += V^T [512 x 64 tokens] P^T [64 x N].
-// Tiling:  one CTA a part of the plan and tile of N rows: a producer warp, and one warpgroup that computes. Two blocks
-//          of 72 KiB in shared memory; O^T is 4 N registers a thread.
+// Tiling:  one CTA a part of the plan and tile of N rows: a warp that loads blocks, one that loads queries, and one
+//          warpgroup that computes. Two blocks of 72 KiB and two segments' queries in shared memory; O^T is 4 N registers
+//          a thread. What is older than the step (plan, block tables, earlier blocks) is read before the previous
+//          kernel has ended.
 // Traffic: 73,728 B a block, once a tile; 1,152 B of query a row and segment; 2,048 B written a row and segment.
 // Shared memory reads by the tensor cores, (64 + N) * 32 B per 64 x N x 16 product, stay under the HBM time.
 // Tried on an H200 and left out: bringing blocks ahead of the two in flight into L2. 128 sequences of 8,192 took 379 us with
@@ -23,20 +25,28 @@ template <int kRowsArg>
 struct Narrow {
   static constexpr int kRows = kRowsArg;
   static constexpr int kComputeWarps = 4, kComputeThreads = kComputeWarps * kWarpSize;
-  static constexpr int kThreads = kComputeThreads + kWarpSize;
-  static constexpr int kStages = 2;
+  static constexpr int kThreads = kComputeThreads + 2 * kWarpSize;  // and a warp for the blocks, one for the queries
+  static constexpr int kStages = 2;                   // of blocks, and of queries
   static constexpr int kColGroups = kRows / 8;        // accumulator groups of 8 rows of Q
   static constexpr int kScores = kRows / 2;           // accumulator registers of a 64 x kRows product
   static constexpr int kOwnRows = 2 * kColGroups;     // rows of Q whose columns a thread holds
   static constexpr int kQueryChunkBytes = kRows * Mla::kChunkRowBytes;
+  static constexpr int kQueryBytes = Mla::kChunks * kQueryChunkBytes;
 
   static constexpr int kQueryOffset = kStages * Mla::kBlockBytes;
-  static constexpr int kProbsOffset = kQueryOffset + Mla::kChunks * kQueryChunkBytes;  // [kRows][64 tokens], swizzled
-  static constexpr int kReduceOffset = kProbsOffset + kRows * Mla::kChunkRowBytes;     // [4 warps][kRows] float
-  static constexpr int kBarrierOffset = kReduceOffset + kComputeWarps * kRows * 4;
-  static constexpr int kSmemBytes = kBarrierOffset + 2 * kStages * 8;
-  static_assert(kQueryOffset % 1024 == 0 && kProbsOffset % 1024 == 0, "swizzle atoms are 1,024-byte aligned");
+  static constexpr int kProbsOffset = kQueryOffset + kStages * kQueryBytes;          // [kRows][64 tokens], swizzled
+  static constexpr int kReduceOffset = kProbsOffset + kRows * Mla::kChunkRowBytes;   // maxima: [4 warps][kRows] float
+  static constexpr int kSumsOffset = kReduceOffset + kComputeWarps * kRows * 4;      // and sums
+  static constexpr int kBarrierOffset = kSumsOffset + kComputeWarps * kRows * 4;
+  static constexpr int kSmemBytes = kBarrierOffset + 4 * kStages * 8;
+  static_assert(kQueryOffset % 1024 == 0 && kQueryBytes % 1024 == 0 && kProbsOffset % 1024 == 0,
+                "swizzle atoms are 1,024-byte aligned");
   static_assert(kSmemBytes + 1024 <= 232448);
+};
+
+// What the warps of a CTA tell each other; [kStages] each.
+struct NarrowBarriers {
+  uint64_t *block_full, *block_empty, *query_full, *query_empty;
 };
 
 template <int kTransA, int kN>
@@ -49,54 +59,79 @@ __device__ __forceinline__ void wgmma_n(float (&d)[kN], uint64_t a, uint64_t b, 
 }
 
 template <class T>
-__device__ __forceinline__ void produce(const MlaDecodeParams& p, char* smem, uint64_t* full, uint64_t* empty, int part,
-                                        int tile_row) {
+__device__ __forceinline__ void load_blocks(const MlaDecodeParams& p, char* smem, const NarrowBarriers& barriers, int part,
+                                            int tile_row) {
   const int lane = threadIdx.x % kWarpSize;
   SegmentWalk walk(p, part, tile_row);
-  Segment segment;
+  Segment segment, next_segment;
+  BlockIds ids, next_ids;
+  bool more = walk.next(segment), waited = false;
+  if (more) ids.start(p, segment);
   uint32_t step = 0;
-  while (walk.next(segment)) {
-    const int* table = p.block_tables + segment.seq * p.block_table_stride;
-    int ids = 0;  // lane l: the id of block base + l
+  while (more) {
+    const int new_block = first_new_block(segment);
     for (int block = segment.begin; block < segment.end; ++block, ++step) {
-      const int ahead = (block - segment.begin) % kWarpSize;
-      if (ahead == 0) ids = block + lane < segment.end ? table[block + lane] : 0;
-      const int id = __shfl_sync(0xffffffffu, ids, ahead);
+      const int id = ids.id(block);
       const uint32_t stage = step % T::kStages, phase = step / T::kStages % 2;
-      mbarrier_wait(&empty[stage], phase ^ 1);
+      if (!waited && block >= new_block) {
+        wait_for_previous_kernel();
+        waited = true;
+      }
+      mbarrier_wait(&barriers.block_empty[stage], phase ^ 1);
       if (lane == 0) {
-        mbarrier_arrive_expect_tx(&full[stage], Mla::kBlockBytes);
-#pragma unroll
-        for (int chunk = 0; chunk < Mla::kChunks; ++chunk) {
-          tma_load_3d(smem + stage * Mla::kBlockBytes + chunk * Mla::kChunkBytes, &p.cache_map, &full[stage],
-                      chunk * Mla::kChunkCols, 0, id);
-        }
+        mbarrier_arrive_expect_tx(&barriers.block_full[stage], Mla::kBlockBytes);
+        tma_load_5d(smem + stage * Mla::kBlockBytes, &p.cache_map, &barriers.block_full[stage], 0, 0, 0, 0, id);
       }
       __syncwarp();
+      if (block == segment.begin) {  // while there is time: what follows this segment
+        more = walk.next(next_segment);
+        if (more) next_ids.start(p, next_segment);
+      }
     }
+    segment = next_segment;
+    ids = next_ids;
   }
 }
 
 template <class T>
-__device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, uint64_t* full, uint64_t* empty, int part,
+__device__ __forceinline__ void load_queries(const MlaDecodeParams& p, char* smem, const NarrowBarriers& barriers,
+                                             int part, int tile_row) {
+  SegmentWalk walk(p, part, tile_row);
+  Segment segment;
+  bool more = walk.next(segment);
+  wait_for_previous_kernel();
+  for (uint32_t step = 0; more; ++step) {
+    const uint32_t stage = step % T::kStages, phase = step / T::kStages % 2;
+    mbarrier_wait(&barriers.query_empty[stage], phase ^ 1);
+    start_query<T::kRows>(smem + T::kQueryOffset + stage * T::kQueryBytes, p, segment, tile_row, 0, 1);
+    more = walk.next(segment);
+    finish_query();
+    mbarrier_arrive(&barriers.query_full[stage]);
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, const NarrowBarriers& barriers, int part,
                                         int tile_row) {
   constexpr int kBarrier = 1;
   const int thread = threadIdx.x, warp = thread / kWarpSize, lane = thread % kWarpSize;
   const int group = lane / 4, quad = lane % 4;
-  char* q_smem = smem + T::kQueryOffset;
   char* probs_smem = smem + T::kProbsOffset;
   float* reduce = reinterpret_cast<float*>(smem + T::kReduceOffset);
-  const uint64_t q_desc = swizzle128_desc(smem_addr(q_smem));
-  const uint64_t probs_desc = swizzle128_desc(smem_addr(probs_smem));
+  float* sums = reinterpret_cast<float*>(smem + T::kSumsOffset);
+  const uint64_t probs_desc = swizzle128_desc(warp_uniform(smem_addr(probs_smem)));
   // Row of Q that a thread's value i of kOwnRows belongs to.
   const auto own_row = [&](int i) { return 8 * (i / 2) + 2 * quad + i % 2; };
 
   SegmentWalk walk(p, part, tile_row);
   Segment segment, next_segment;
-  uint32_t step = 0;
-  for (bool more = walk.next(segment); more; segment = next_segment) {
-    // Every warp has left the last segment's scores behind a barrier, so its query may be overwritten.
-    load_query<T::kRows>(q_smem, p, segment, tile_row, thread, T::kComputeThreads);
+  uint32_t step = 0, query_step = 0;
+  bool more = walk.next(segment);
+  wait_for_previous_kernel();  // also who has nothing to do: this kernel must not end before that one
+  let_dependents_launch();
+  for (; more; segment = next_segment, ++query_step) {
+    const uint32_t query_stage = query_step % T::kStages, query_phase = query_step / T::kStages % 2;
+    const uint64_t q_desc = swizzle128_desc(warp_uniform(smem_addr(smem + T::kQueryOffset + query_stage * T::kQueryBytes)));
     int limit[T::kOwnRows];
     float row_max[T::kOwnRows], row_sum[T::kOwnRows];
 #pragma unroll
@@ -113,31 +148,31 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, ui
 #pragma unroll
       for (int i = 0; i < T::kScores; ++i) out[c][i] = 0.f;
     }
-    fence_proxy_async();
-    named_barrier_sync(kBarrier, T::kComputeThreads);
-    more = walk.next(next_segment);  // here, where the first block is still under way
+    more = walk.next(next_segment);  // here, where the query and the first block are still under way
+    mbarrier_wait(&barriers.query_full[query_stage], query_phase);
 
     for (int block = segment.begin; block < segment.end; ++block, ++step) {
       const uint32_t stage = step % T::kStages, phase = step / T::kStages % 2;
       char* kv_smem = smem + stage * Mla::kBlockBytes;
-      const uint64_t kv_desc = swizzle128_desc(smem_addr(kv_smem));
-      mbarrier_wait(&full[stage], phase);
+      const uint64_t kv_desc = swizzle128_desc(warp_uniform(smem_addr(kv_smem)), 16, Mla::kGroupBytes);
+      mbarrier_wait(&barriers.block_full[stage], phase);
 
       float scores[T::kScores];
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < Mla::kChunks * Mla::kStepsPerChunk; ++k) {
         const int chunk = k / Mla::kStepsPerChunk, inner = k % Mla::kStepsPerChunk * 32;
-        wgmma_n<0>(scores, kv_desc + (chunk * Mla::kChunkBytes + inner) / 16,
-                   q_desc + (chunk * T::kQueryChunkBytes + inner) / 16, k > 0);
+        wgmma_n<0>(scores, advance_desc(kv_desc, chunk * Mla::kAtomBytes + inner),
+                   advance_desc(q_desc, chunk * T::kQueryChunkBytes + inner), k > 0);
       }
       wgmma_commit();
       wgmma_wait<0>();
       wgmma_fence_operand(scores);
+      if (lane == 0 && block + 1 == segment.end) mbarrier_arrive(&barriers.query_empty[query_stage]);
 
       const int first_token = block * Mla::kBlockTokens;
       if (first_token + Mla::kBlockTokens > segment.kv_len) {
-        clear_tail(kv_smem, segment.kv_len - first_token, 0, Mla::kLatentChunks, thread, T::kComputeThreads);
+        clear_tail<Mla::kGroupBytes, Mla::kAtomBytes>(kv_smem, segment.kv_len - first_token, thread, T::kComputeThreads);
       }
       // scores[4j + 2h + e]: token 16 warp + group + 8 h, row 8 j + 2 quad + e = own_row(2j + e).
       if (first_token + Mla::kBlockTokens > all_limit) {
@@ -204,15 +239,15 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, ui
       for (int k = 0; k < Mla::kTokenSteps; ++k) {
 #pragma unroll
         for (int c = 0; c < Mla::kLatentChunks; ++c) {
-          wgmma_n<1>(out[c], kv_desc + (c * Mla::kChunkBytes + k * 16 * Mla::kChunkRowBytes) / 16,
-                     probs_desc + k * 32 / 16, 1);
+          wgmma_n<1>(out[c], advance_desc(kv_desc, c * Mla::kAtomBytes + k * 2 * Mla::kGroupBytes),
+                     advance_desc(probs_desc, k * 32), 1);
         }
       }
       wgmma_commit();
       wgmma_wait<0>();
 #pragma unroll
       for (int c = 0; c < Mla::kLatentChunks; ++c) wgmma_fence_operand(out[c]);
-      if (lane == 0) mbarrier_arrive(&empty[stage]);
+      if (lane == 0) mbarrier_arrive(&barriers.block_empty[stage]);
     }
 
 #pragma unroll
@@ -222,7 +257,7 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, ui
     }
     if (group == 0) {
 #pragma unroll
-      for (int i = 0; i < T::kOwnRows; ++i) reduce[warp * T::kRows + own_row(i)] = row_sum[i];
+      for (int i = 0; i < T::kOwnRows; ++i) sums[warp * T::kRows + own_row(i)] = row_sum[i];
     }
     named_barrier_sync(kBarrier, T::kComputeThreads);
     const int64_t partial_rows = int64_t{p.num_tiles} * T::kRows;
@@ -230,7 +265,7 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, ui
     for (int i = 0; i < T::kOwnRows; ++i) {
       float sum = 0.f;
 #pragma unroll
-      for (int w = 0; w < T::kComputeWarps; ++w) sum += reduce[w * T::kRows + own_row(i)];
+      for (int w = 0; w < T::kComputeWarps; ++w) sum += sums[w * T::kRows + own_row(i)];
       const float inverse = sum > 0.f ? 1.f / sum : sum;  // keeps a NaN
       const float lse_log2 = sum == 0.f ? neg_inf() : row_max[i] * p.scale_log2 + log2f(sum);
       const int local_row = tile_row + own_row(i);
@@ -259,7 +294,7 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, ui
         if (warp == 0 && group == 0) p.partial_lse[partial_row] = lse_log2;
       }
     }
-    // The next write to `reduce` is behind the next segment's first barrier.
+    // The next write to `sums` is behind the barriers of the next segment's blocks.
   }
 }
 
@@ -267,24 +302,26 @@ template <class T>
 __global__ void __launch_bounds__(T::kThreads, 1) mla_decode_narrow_kernel(const __grid_constant__ MlaDecodeParams p) {
   extern __shared__ char smem_raw[];
   char* smem = smem_raw + (1024 - smem_addr(smem_raw) % 1024) % 1024;
-  uint64_t* full = reinterpret_cast<uint64_t*>(smem + T::kBarrierOffset);
-  uint64_t* empty = full + T::kStages;
-  const int tile_row = blockIdx.x * T::kRows, part = blockIdx.y;
+  uint64_t* bars = reinterpret_cast<uint64_t*>(smem + T::kBarrierOffset);
+  const NarrowBarriers barriers{bars, bars + T::kStages, bars + 2 * T::kStages, bars + 3 * T::kStages};
+  const int tile_row = blockIdx.x * T::kRows, part = blockIdx.y, warp = threadIdx.x / kWarpSize;
   if (threadIdx.x == 0) {
     tma_prefetch_map(&p.cache_map);
     for (int stage = 0; stage < T::kStages; ++stage) {
-      mbarrier_init(&full[stage], 1);
-      mbarrier_init(&empty[stage], T::kComputeWarps);
+      mbarrier_init(&barriers.block_full[stage], 1);
+      mbarrier_init(&barriers.block_empty[stage], T::kComputeWarps);
+      mbarrier_init(&barriers.query_full[stage], kWarpSize);
+      mbarrier_init(&barriers.query_empty[stage], T::kComputeWarps);
     }
     mbarrier_init_fence();
   }
   __syncthreads();
-  wait_for_previous_kernel();
-  let_dependents_launch();
-  if (threadIdx.x < T::kComputeThreads) {
-    compute<T>(p, smem, full, empty, part, tile_row);
+  if (warp < T::kComputeWarps) {
+    compute<T>(p, smem, barriers, part, tile_row);
+  } else if (warp == T::kComputeWarps) {
+    load_blocks<T>(p, smem, barriers, part, tile_row);
   } else {
-    produce<T>(p, smem, full, empty, part, tile_row);
+    load_queries<T>(p, smem, barriers, part, tile_row);
   }
 }
 

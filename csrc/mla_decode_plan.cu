@@ -8,7 +8,8 @@
 // Combine. out = sum_k 2^(lse_k - lse) out_k over a sequence's splits k in ascending order, in float32; the same
 // bits however many CTAs computed them. A sequence of one split was written by the attention kernel itself.
 // Tiling:  one CTA a row, a thread four of its 512 values. Where a sequence may have many splits, four or sixteen groups of
-//          threads share them, and where the rows are few too, four CTAs share a row. Traffic: 2,052 B read a split and row, 1,024 B written a row, mostly from L2.
+//          threads share them, and where the rows are few too, four CTAs share a row.
+// Traffic: 2,052 B read a split and row, 1,024 B written a row, mostly from L2.
 // Checked against rorqual/kernels/reference_paged.py::mla_decode_paged through tests/gpu.
 #include "rorqual/launch_kernel.cuh"
 #include "rorqual/mla_decode.cuh"
@@ -17,6 +18,11 @@ namespace rorqual {
 namespace {
 
 constexpr int kPlanThreads = 1024;
+
+// Blocks that a sequence is read over: none when it has no query token this step.
+__device__ __forceinline__ int num_kv_blocks(int kv_len, int q_len) {
+  return q_len > 0 && kv_len > 0 ? (kv_len + Mla::kBlockTokens - 1) / Mla::kBlockTokens : 0;
+}
 
 // Inclusive prefix sum over the CTA; every thread brings one value.
 __device__ __forceinline__ int cta_inclusive_sum(int value, int* warp_sums) {
@@ -89,32 +95,34 @@ __global__ void __launch_bounds__(kPlanThreads) mla_plan_kernel(const MlaPlanPar
     reinterpret_cast<int4*>(p.plan + 4)[part] = make_int4(begin.x, begin.y, end.x, end.y);
   }
 
-  int* first_parts = p.plan + plan_first_parts(p.num_parts);
-  int* split_starts = p.plan + plan_split_starts(p.num_parts, p.batch);
   base = 0;
   for (int first = 0; first < p.batch; first += kPlanThreads) {
     const int seq = first + threadIdx.x;
-    const int units = seq < p.batch ? units_of(num_blocks_of(seq)) : 0;
-    int splits = units;
-    if (units > 0) {
-      const int first_part = (starts[seq] + p.overhead_blocks) / part_units;
-      first_parts[seq] = first_part;
-      if (p.split_blocks == 0) splits = (starts[seq] + p.overhead_blocks + units - 1) / part_units - first_part + 1;
-    } else if (seq < p.batch) {
-      first_parts[seq] = 0;
+    SeqPlan own{};
+    if (seq < p.batch) {
+      own.q_start = p.q_starts[seq];
+      own.q_len = p.q_starts[seq + 1] - own.q_start;
+      own.kv_len = p.kv_lens[seq];
+      own.num_blocks = num_kv_blocks(own.kv_len, own.q_len);
+      own.num_splits = units_of(own.num_blocks);
+      if (own.num_blocks > 0) {
+        const int start = starts[seq] + p.overhead_blocks;
+        own.first_part = start / part_units;
+        if (p.split_blocks == 0) own.num_splits = (start + own.num_splits - 1) / part_units - own.first_part + 1;
+      }
     }
-    const int end = base + cta_inclusive_sum(splits, warp_sums);
-    if (seq < p.batch) split_starts[seq] = end - splits;
+    own.first_split = base + cta_inclusive_sum(own.num_splits, warp_sums) - own.num_splits;
+    if (seq < p.batch) own.store(p.plan, p.num_parts, seq);
     __syncthreads();
     base += warp_sums[kWarpSize - 1];
   }
   if (threadIdx.x == 0) {
-    split_starts[p.batch] = base;
     p.plan[0] = base;
     p.plan[1] = base > p.split_capacity;
     p.plan[2] = part_units;
     p.plan[3] = 0;
   }
+  __threadfence();  // the kernel after this one may read the plan before it waits for this one's end
 }
 
 // A CTA takes kCols values of a row; its kGroups groups of kCols / 4 threads share the splits. (The 1 in the bounds
@@ -124,18 +132,16 @@ __global__ void __launch_bounds__(kCols / 4 * kGroups, 1) mla_combine_kernel(con
   constexpr int kGroupThreads = kCols / 4, kSlices = Mla::kLatent / kCols;
   static_assert(kGroupThreads % kWarpSize == 0);
   const int head = blockIdx.x / kSlices, slice = blockIdx.x % kSlices, query = blockIdx.y, seq = blockIdx.z;
-  // The plan and the batch's layout are older than the attention kernel, which is what may still run.
-  const int q_start = p.q_starts[seq];
-  const int q_len = p.q_starts[seq + 1] - q_start;
-  const int* split_starts = p.plan + plan_split_starts(p.num_parts, p.batch);
-  const int first = split_starts[seq], num_splits = split_starts[seq + 1] - first;
+  // The plan is older than the attention kernel, which is what may still run.
+  const SeqPlan seq_plan = SeqPlan::load(p.plan, p.num_parts, seq);
+  const int first = seq_plan.first_split, num_splits = seq_plan.num_splits;
   wait_for_previous_kernel();  // in every CTA: this kernel must not end before that one
   let_dependents_launch();
-  if (query >= q_len || num_splits == 1) return;
+  if (query >= seq_plan.q_len || num_splits == 1) return;
 
   const int lane = threadIdx.x % kWarpSize, group = threadIdx.x / kGroupThreads;
   const int value = slice * kGroupThreads + threadIdx.x % kGroupThreads;  // which four of the row's values
-  const int64_t token = q_start + query;
+  const int64_t token = seq_plan.q_start + query;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
   float lse = neg_inf();
   if (first + num_splits > p.split_capacity) {  // too small a workspace must never look like a result
@@ -144,6 +150,19 @@ __global__ void __launch_bounds__(kCols / 4 * kGroups, 1) mla_combine_kernel(con
     const int64_t rows = int64_t{p.num_tiles} * p.partial_tile_rows;
     const int64_t row = query * p.num_heads + head;
     const float* lses = p.partial_lse + first * rows + row;
+    const float4* values = reinterpret_cast<const float4*>(p.partial_out + (first * rows + row) * Mla::kLatent) + value;
+    const int64_t split_stride = rows * Mla::kLatent / 4;
+    const int per_group = (num_splits + kGroups - 1) / kGroups;
+    const int begin = group * per_group, end = min(begin + per_group, num_splits);
+    constexpr int kAhead = 8;  // values under way at once; the first while the weights are computed
+    float4 x[kAhead];
+    const auto load = [&](int from) {
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) {
+        if (from + k < end) x[k] = values[(from + k) * split_stride];
+      }
+    };
+    load(begin);
     float max_lse = neg_inf();
     for (int k = lane; k < num_splits; k += kWarpSize) max_lse = fmaxf(max_lse, lses[k * rows]);
 #pragma unroll
@@ -153,21 +172,20 @@ __global__ void __launch_bounds__(kCols / 4 * kGroups, 1) mla_combine_kernel(con
       for (int k = lane; k < num_splits; k += kWarpSize) weight_sum += exp2_approx(lses[k * rows] - max_lse);
       weight_sum = warp_sum(weight_sum);
       lse = max_lse + log2f(weight_sum);
-      const float4* values = reinterpret_cast<const float4*>(p.partial_out + (first * rows + row) * Mla::kLatent) + value;
-      const int64_t split_stride = rows * Mla::kLatent / 4;
-      const int per_group = (num_splits + kGroups - 1) / kGroups;
-      const int begin = group * per_group, end = min(begin + per_group, num_splits);
-      for (int base = begin; base < end; base += kWarpSize) {
-        const float own_weight = base + lane < end ? exp2_approx(lses[(base + lane) * rows] - lse) : 0.f;
-        const int count = min(end - base, kWarpSize);
-#pragma unroll 8
-        for (int k = 0; k < count; ++k) {
-          const float weight = __shfl_sync(0xffffffffu, own_weight, k);
-          const float4 x = values[(base + k) * split_stride];
-          sum.x += weight * x.x;
-          sum.y += weight * x.y;
-          sum.z += weight * x.z;
-          sum.w += weight * x.w;
+      float own_weight = 0.f;  // lane l: of split 32 n + l of the group's
+      for (int from = begin; from < end; from += kAhead) {
+        const int from_lane = (from - begin) % kWarpSize;
+        if (from_lane == 0 && from + lane < end) own_weight = exp2_approx(lses[(from + lane) * rows] - lse);
+        if (from > begin) load(from);
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k) {
+          const float weight = __shfl_sync(0xffffffffu, own_weight, from_lane + k);
+          if (from + k < end) {
+            sum.x += weight * x[k].x;
+            sum.y += weight * x[k].y;
+            sum.z += weight * x[k].z;
+            sum.w += weight * x[k].w;
+          }
         }
       }
     }

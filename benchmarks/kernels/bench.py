@@ -238,10 +238,26 @@ class Bench:
             for batch in (1, 32, 128):
                 for context in (4096, 8192):
                     self.mla_shape(num_heads, batch, context)
+        for batch in (1, 8, 16, 32, 64, 128, 256):  # chat: many short sequences
+            self.mla_shape(16, batch, 640)
+        self.mla_shape(16, 16, 8320)
         for num_heads, q_len in ((16, 2), (16, 4), (128, 2)):
             self.mla_shape(num_heads, 32, 4096, q_len=q_len)
 
     def mla_shape(self, num_heads: int, batch: int, context: int, q_len: int = 1) -> None:
+        options: list[dict[str, Any]] = [{}]
+        options += [{"deterministic": True, "max_kv_len": context, "split_blocks": n} for n in (16, 32, 64)]
+        if self.variants and q_len == 1:
+            options += [{"kernel": k} for k in ((1, 2) if num_heads == 16 else ())]
+            options += [{"min_units": n} for n in ((0, 2, 3, 4, 6) if batch <= 16 else ())]
+            options += [{"overhead_blocks": n} for n in ((1, 2, 3, 6) if batch > 1 else ())]
+        elif self.variants:
+            options += [{"kernel": k} for k in range(len(mla.TILE_ROWS))]
+        self.shape_options(num_heads, batch, context, q_len, options)
+
+    def shape_options(
+        self, num_heads: int, batch: int, context: int, q_len: int, options: Sequence[dict[str, Any]]
+    ) -> None:
         blocks = context // 64
         sets = max(1, min(64, -(-ROTATE_BYTES // (batch * context * 1152))))
         cache = self.randn(sets * batch * blocks, 64, 576)
@@ -250,14 +266,6 @@ class Bench:
         kv_lens = torch.full((batch,), context, dtype=torch.int32, device=self.device)
         q_starts = torch.arange(0, batch * q_len + 1, q_len, dtype=torch.int32, device=self.device)
         out = torch.empty((batch * q_len, num_heads, 512), device=self.device, dtype=BF16)
-        options: list[dict[str, Any]] = [{}]
-        options += [{"deterministic": True, "max_kv_len": context, "split_blocks": n} for n in (16, 32, 64)]
-        if self.variants and q_len == 1:
-            options += [{"kernel": k} for k in ((1, 2) if num_heads == 16 else ())]
-            options += [{"min_units": n} for n in ((0, 2, 3, 4, 6) if batch == 1 else ())]
-            options += [{"overhead_blocks": n} for n in ((1, 2, 3, 6) if batch > 1 else ())]
-        elif self.variants:
-            options += [{"kernel": k} for k in range(len(mla.TILE_ROWS))]
         for option in options:
             workspace = mla.make_workspace(self.device, max_batch=batch, num_heads=num_heads, max_q_len=q_len, **option)
             mla.plan_decode(workspace, kv_lens, q_starts)

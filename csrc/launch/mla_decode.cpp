@@ -71,13 +71,22 @@ extern "C" int rorqual_mla_decode(const RorqualMlaDecode* a, void* stream) {
 
   using bf16 = __nv_bfloat16;
   rorqual::MlaDecodeParams p{};
-  const cuuint64_t dims[3] = {Mla::kWidth, Mla::kBlockTokens, static_cast<cuuint64_t>(a->num_blocks)};
-  const cuuint64_t strides[2] = {Mla::kWidth, static_cast<cuuint64_t>(a->cache_block_stride)};
-  const cuuint32_t box[3] = {Mla::kChunkCols, Mla::kBlockTokens, 1};
-  const int refused = rorqual::encode_bf16_map<3>(&p.cache_map, a->cache, dims, strides, box, "mla_decode");
+  const auto kernel = static_cast<rorqual::MlaDecodeKernel>(a->kernel);
+  const auto num_blocks = static_cast<cuuint64_t>(a->num_blocks);
+  const auto block_stride = static_cast<cuuint64_t>(a->cache_block_stride);
+  int refused;
+  if (kernel == rorqual::MlaDecodeKernel::kWide64) {  // columns, tokens, blocks
+    const cuuint64_t dims[3] = {Mla::kWidth, Mla::kBlockTokens, num_blocks}, strides[2] = {Mla::kWidth, block_stride};
+    const cuuint32_t box[3] = {Mla::kChunkCols, Mla::kBlockTokens, 1};
+    refused = rorqual::encode_bf16_map<3>(&p.cache_map, a->cache, dims, strides, box, "mla_decode");
+  } else {  // columns of a chunk, tokens of a group, chunks, groups, blocks
+    const cuuint64_t dims[5] = {Mla::kChunkCols, Mla::kGroupTokens, Mla::kChunks, Mla::kGroups, num_blocks};
+    const cuuint64_t strides[4] = {Mla::kWidth, Mla::kChunkCols, Mla::kGroupTokens * Mla::kWidth, block_stride};
+    const cuuint32_t box[5] = {Mla::kChunkCols, Mla::kGroupTokens, Mla::kChunks, Mla::kGroups, 1};
+    refused = rorqual::encode_bf16_map<5>(&p.cache_map, a->cache, dims, strides, box, "mla_decode");
+  }
   if (refused != 0) return refused;
 
-  const auto kernel = static_cast<rorqual::MlaDecodeKernel>(a->kernel);
   p.q_latent = static_cast<const bf16*>(a->q_latent);
   p.q_pe = static_cast<const bf16*>(a->q_pe);
   p.out = static_cast<bf16*>(a->out);

@@ -109,7 +109,7 @@ def make_workspace(
         split_blocks = 0
         split_capacity = max_batch + num_parts  # every boundary between parts cuts at most one sequence
     rows = num_tiles * tile
-    plan_words = 4 + 4 * num_parts + max_batch + max_batch + 1
+    plan_words = 4 + 4 * num_parts + 8 * max_batch
     return DecodeWorkspace(
         max_batch=max_batch,
         num_heads=num_heads,
@@ -151,8 +151,7 @@ def plan_decode(
         num_parts=workspace.num_parts,
         split_blocks=workspace.split_blocks,
         min_units=workspace.min_units,
-        # The wide kernel takes blocks in pairs; a lone one costs as much.
-        unit_step=2 if workspace.kernel == WIDE and not workspace.split_blocks else 1,
+        unit_step=1,
         overhead_blocks=workspace.overhead_blocks,
         split_capacity=workspace.split_capacity,
     )
@@ -180,7 +179,8 @@ def mla_decode(
     [batch, n]. Sequence s has query tokens [q_starts[s], q_starts[s + 1]), at most max_q_len, which are the last of
     its kv_lens[s] positions: each attends to all before it and to itself. A row that may attend to nothing gives
     zeros. Returns `out`, [num_tokens, num_heads, 512] bf16 (new unless given); `lse`, float32 [num_tokens, num_heads],
-    gets the logarithm of the softmax's denominator. `workspace` must have been planned for these lengths.
+    gets the logarithm of the softmax's denominator. `workspace` must have been planned for these lengths, after block_tables
+    and all of the cache but this step's tokens were written: the kernel reads those while its predecessor still runs.
     """
     device = cache.device
     check("cache", cache, (None, BLOCK_SIZE, WIDTH), torch.bfloat16, device, contiguous_dims=2)

@@ -84,6 +84,8 @@ typedef struct {
   int32_t batch, num_heads, max_q_len, num_parts, split_blocks, split_capacity, kernel;
   float softmax_scale;
 } RorqualMlaDecode;
+/* The plan, the block tables and the cache's blocks before this step's tokens may be read before the stream's previous
+ * kernel has ended: they must have been written before rorqual_mla_plan was called. */
 int rorqual_mla_decode(const RorqualMlaDecode* args, void* stream);
 
 typedef struct {

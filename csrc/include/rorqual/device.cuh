@@ -34,6 +34,9 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
+// A value that all lanes hold, as the compiler can know that they do: in a uniform register.
+__device__ __forceinline__ uint32_t warp_uniform(uint32_t x) { return __shfl_sync(0xffffffffu, x, 0); }
+
 // bar.sync / bar.arrive on barrier `id` (1..15; 0 is __syncthreads) for `num_threads` threads.
 __device__ __forceinline__ void named_barrier_sync(int id, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");

@@ -40,8 +40,8 @@ cudaError_t launch_mla_store(const MlaStoreParams& p, cudaStream_t stream);
 // The plan of one decode step, shared by all layers: which part of which sequence each CTA takes. int32 words:
 //   [0, 4)              number of splits, splits over capacity (0 or 1), units a part, 0
 //   [4, 4 + 4 * parts)  a part's {first sequence, first block, last sequence, end block in it}
-//   then batch          the first part that touches a sequence
-//   then batch + 1      where a sequence's splits start in the workspace
+//   then 8 * batch      a sequence's {first token, query tokens, length, blocks}, {first part that touches it, where its
+//                       splits start in the workspace, number of splits, 0}
 struct MlaPlanParams {
   int* plan;
   const int* kv_lens;   // [batch]
@@ -58,7 +58,7 @@ cudaError_t launch_mla_plan(const MlaPlanParams& p, cudaStream_t stream);
 enum class MlaDecodeKernel : int { kNarrow16 = 0, kNarrow32 = 1, kWide64 = 2 };
 
 struct MlaDecodeParams {
-  CUtensorMap cache_map;
+  CUtensorMap cache_map;  // of the kernel: mla_decode.cuh says which boxes
   const __nv_bfloat16* q_latent;  // [num_tokens, num_heads, 512]
   const __nv_bfloat16* q_pe;      // [num_tokens, num_heads, 64]
   __nv_bfloat16* out;             // [num_tokens, num_heads, 512]

@@ -22,12 +22,21 @@ __device__ __forceinline__ void wgmma_wait() {
 }
 
 // Descriptor of an operand in 128-byte swizzled shared memory: rows of 128 bytes (64 bf16), eight rows
-// to an atom of 1,024 bytes, atoms 1,024-byte aligned and consecutive (stride byte offset 1,024).
+// to an atom of 1,024 bytes, atoms 1,024-byte aligned and `stride_bytes` apart.
 // K-major: the rows are the operand's rows or columns, and the next 16 values of k are 32 bytes on.
 // MN-major: the rows are k, and the next 64 rows or columns of the operand lie `leading_bytes` on.
-__device__ __forceinline__ uint64_t swizzle128_desc(uint32_t smem_addr, uint32_t leading_bytes = 16) {
+__device__ __forceinline__ uint64_t swizzle128_desc(uint32_t smem_addr, uint32_t leading_bytes = 16,
+                                                    uint32_t stride_bytes = 1024) {
   return (uint64_t{(smem_addr & 0x3ffffu) >> 4}) | (uint64_t{leading_bytes >> 4} << 16) |
-         (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 62);
+         (uint64_t{stride_bytes >> 4} << 32) | (uint64_t{1} << 62);
+}
+
+// A descriptor `bytes` further on in shared memory. Only the lower word moves, so that it stays in a uniform register.
+__device__ __forceinline__ uint64_t advance_desc(uint64_t desc, uint32_t bytes) {
+  uint32_t low, high;
+  asm("mov.b64 {%0, %1}, %2;" : "=r"(low), "=r"(high) : "l"(desc));
+  asm("mov.b64 %0, {%1, %2};" : "=l"(desc) : "r"(low + (bytes >> 4)), "r"(high));
+  return desc;
 }
 
 // Keeps the compiler from moving reads or writes of an accumulator across a wgmma boundary.
