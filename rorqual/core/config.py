@@ -13,6 +13,22 @@ from typing import Any
 from .api_keys import KEY_PATTERN
 from .errors import ConfigError
 
+CHAT_FORMATS = (
+    "deepseek-v2",
+    "deepseek-v2.5",
+    "deepseek-v3",
+    "deepseek-r1",
+    "deepseek-r1-0528",
+    "deepseek-v3.1",
+    "deepseek-v3.2",
+    "deepseek-v4",
+    "deepseek-v4-pro",
+    "deepseek-v4.1",
+    "kimi-k2",
+    "kimi-k2-thinking",
+)
+"""What the tokenizer service knows by name."""
+
 
 def setting(default: Any, help: str, *, choices: tuple[str, ...] = (), secret: bool = False) -> Any:
     """A dataclass field with its default and the help a person reads."""
@@ -166,12 +182,17 @@ class TokenizerConfig:
     )
     served_model_name: str = setting("", "name that clients ask for; empty: the folder's name")
     chat_template: str = setting("", "file of a Jinja template in place of the checkpoint's own")
+    chat_format: str = setting(
+        "auto", "how chats are written and read; auto: as the checkpoint shows", choices=("auto", *CHAT_FORMATS)
+    )
     peer_timeout_s: float = setting(30.0, "how long streams wait for a lost scheduler to come back")
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:
         _check_address("listen", self.listen)
         _check_address("scheduler", self.scheduler)
+        formats = ("auto", *CHAT_FORMATS)
+        _require(self.chat_format in formats, "chat_format", self.chat_format, f"one of {', '.join(formats)}")
         _require(
             self.peer_timeout_s > 1.0, "peer_timeout_s", self.peer_timeout_s, "above 1 (a heartbeat comes each second)"
         )

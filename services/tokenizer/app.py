@@ -38,7 +38,11 @@ class TokenizerApp:
         folder = Path(config.model) if config.model else _EMBEDDED_MODEL
         self._checkpoint = read_checkpoint(folder, chat_template_file=config.chat_template)
         self._vocabulary = Vocabulary(self._checkpoint)
-        self._builder = PromptBuilder(self._checkpoint, self._vocabulary)
+        self._builder = PromptBuilder(
+            self._checkpoint,
+            self._vocabulary,
+            chat_format=config.chat_format if config.chat_format != "auto" else "",
+        )
         self._telemetry = Telemetry("tokenizer", config.telemetry, exporter=span_exporter)
         self._name = config.served_model_name or folder.resolve().name
         self._server: RpcServer | None = None

@@ -25,6 +25,9 @@ class TextCheckpoint:
     unk_token: str = ""
     add_bos_token: bool | None = None  # None: what the post-processor of tokenizer.json does
     chat_templates: Mapping[str, str]  # by name; the usual one is "default"
+    has_own_template: bool = True  # False: --chat-template gave it
+    encoder: str = ""  # source of the checkpoint's own prompt encoder, where it has one in place of a template
+    model_type: str = ""  # of config.json
     eos_token_ids: tuple[int, ...] = ()  # from generation_config.json or config.json
     sampling_defaults: Mapping[str, float]
     max_position_embeddings: int = 0  # 0: not stated
@@ -58,6 +61,9 @@ def read_checkpoint(folder: Path, *, chat_template_file: str = "") -> TextCheckp
         unk_token=_token_string(tokenizer_config.get("unk_token")),
         add_bos_token=tokenizer_config.get("add_bos_token"),
         chat_templates=_chat_templates(folder, tokenizer_config, chat_template_file),
+        has_own_template=not chat_template_file,
+        encoder="".join(_read_text(path) for path in sorted((folder / "encoding").glob("encoding_*.py"))),
+        model_type=_token_string(config.get("model_type")),
         eos_token_ids=_eos_token_ids(generation_config, config, folder),
         sampling_defaults=_sampling_defaults(generation_config, folder / "generation_config.json"),
         max_position_embeddings=int(config.get("max_position_embeddings") or 0),

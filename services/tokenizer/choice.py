@@ -1,4 +1,4 @@
-"""One choice of a request: its tokens become text, until they end. Pure.
+"""One choice of a request: its tokens become text and tool calls, until they end. Pure.
 
 What has been given after tokens t1…tk is a function of t1…tk alone, however they came. So a lost stream is opened
 again by running the tokens that were delivered through a fresh machine and dropping what it says.
@@ -6,11 +6,13 @@ again by running the tokens that were delivered through a fresh machine and drop
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from .decoder import IncrementalDecoder
-from .formats.reasoning import ReasoningSplitter, Start
+from .formats.events import Event, Kind
+from .formats.output import OutputParser, OutputSyntax
+from .formats.reasoning import Start
 from .stop_strings import StopMatcher, StopStrings
 from .token_text import TokenText
 
@@ -24,56 +26,76 @@ class ChoiceRules:
     stop_strings: StopStrings | None
     min_tokens: int  # stop strings are not looked for in the text of so many tokens
     max_tokens: int | None  # None: the scheduler ends it
-    start: Start | None  # None: plain text, not split
-    tags_are_tokens: bool
+    syntax: OutputSyntax | None = None  # None: plain text
+    start: Start = Start.CONTENT_CONTINUED
+    forced_ids: tuple[int, ...] = ()  # the prompt's last tokens, where they begin the answer's first call
+    max_calls: int | None = None  # the choice ends after so many
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Why a choice ended by its own tokens: a stop token, a stop string, or neither (its budget)."""
+    """Why a choice ended by its own tokens: a stop token, a stop string, its last call, or none of them (its budget)."""
 
     stop_token_id: int | None = None
     stop_string: str | None = None
+    by_calls: bool = False
 
     @property
     def is_length(self) -> bool:
-        return self.stop_token_id is None and self.stop_string is None
+        return self.stop_token_id is None and self.stop_string is None and not self.by_calls
+
+
+@dataclass(slots=True)
+class Piece:
+    """What neighbouring tokens brought of one kind."""
+
+    kind: Kind | None  # None: nothing yet
+    num_tokens: int = 0  # consumed
+    parts: list[str] = field(default_factory=list)
+    call_idx: int = 0
+    call_id: str = ""  # of a call that begins, where the model writes it
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a run of tokens brought. Reasoning comes before content."""
+    """What a run of tokens brought."""
 
     num_tokens: int  # consumed; fewer than were given only where `end` is set
-    num_reasoning_tokens: int  # of them, those up to the end of the reasoning text
-    reasoning: str
-    content: str
+    pieces: list[Piece]  # in order; they consume `num_tokens` together
     end: End | None
 
 
 class ChoiceMachine:
-    """Decoder, stop strings and reasoning split of one choice, and its count of tokens."""
+    """Decoder, stop strings and parser of one choice, and its count of tokens."""
 
-    __slots__ = ("_decoder", "_matcher", "_rules", "_splitter", "end", "num_reasoning_tokens", "num_tokens")
+    __slots__ = ("_decoder", "_due", "_matcher", "_parser", "_rules", "end", "num_reasoning_tokens", "num_tokens")
 
     def __init__(self, rules: ChoiceRules) -> None:
         self._rules = rules
         self._decoder = IncrementalDecoder(rules.table)
         self._matcher = StopMatcher(rules.stop_strings) if rules.stop_strings is not None else None
-        self._splitter = (
-            ReasoningSplitter(rules.start, tags_are_tokens=rules.tags_are_tokens) if rules.start is not None else None
-        )
+        self._parser = OutputParser(rules.syntax, rules.start) if rules.syntax is not None else None
+        self._due: list[Event] = []  # of the prompt's own beginning of a call; given with the first token
+        for token_id in rules.forced_ids:
+            self._due += self._parse(self._decoder.push(token_id))
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self.end: End | None = End() if rules.max_tokens == 0 else None
 
+    @property
+    def num_calls(self) -> int:
+        return self._parser.num_calls if self._parser is not None else 0
+
     def push(self, token_ids: Sequence[int]) -> Output:
         """Consume tokens up to the end of the text; after `end` is set nothing is consumed."""
-        rules, decoder, matcher, splitter = self._rules, self._decoder, self._matcher, self._splitter
-        stop_ids, max_tokens = rules.stop_token_ids, rules.max_tokens
-        reasoning: list[str] = []
-        content: list[str] = []
-        consumed = split = 0
+        rules, decoder, matcher, parser = self._rules, self._decoder, self._matcher, self._parser
+        stop_ids, max_tokens, max_calls = rules.stop_token_ids, rules.max_tokens, rules.max_calls
+        pieces: list[Piece] = []
+        consumed = 0
         for token_id in token_ids:
             if self.end is not None:
                 break
@@ -90,37 +112,64 @@ class ChoiceMachine:
                         self.end = End(stop_string=stop_string)
                 if self.end is None and self.num_tokens == max_tokens:
                     self.end = End()
-            if splitter is None:
-                if text:
-                    content.append(text)
+            if parser is None:
+                _add_token(pieces, [Event(Kind.CONTENT, text)] if text else ())
                 continue
-            was_reasoning = splitter.in_reasoning
-            if text:
-                thought, said = splitter.push(text)
-                if thought:
-                    reasoning.append(thought)
-                    split = consumed
-                if said:
-                    content.append(said)
-            if was_reasoning and splitter.in_reasoning:
+            was_reasoning = parser.in_reasoning
+            events = parser.push(text) if text else []
+            if self._due:
+                events, self._due = [*self._due, *events], []
+            _add_token(pieces, events)
+            if was_reasoning and parser.in_reasoning:
                 self.num_reasoning_tokens += 1
-                split = consumed
+            if max_calls is not None and parser.num_closed_calls >= max_calls and self.end in (None, End()):
+                self.end = End(by_calls=True)
         if self.end is not None and consumed:
-            thought, said = self.flush()
-            reasoning.append(thought)
-            content.append(said)
-        return Output(consumed, split, "".join(reasoning), "".join(content), self.end)
+            _add_events(pieces, self.flush())
+        return Output(consumed, pieces, self.end)
 
-    def flush(self) -> tuple[str, str]:
-        """(reasoning, content) that was still held back; called by `push` at an end of its own, else by whoever ends it."""
+    def flush(self) -> list[Event]:
+        """What was still held back; called by `push` at an end of its own, else by whoever ends it."""
         text = ""
         if self.end is None or self.end.stop_string is None:
             text = self._decoder.flush()
             if self._matcher is not None:
                 # A replacement character may complete a stop string only in theory; at the end all is released.
                 text = self._matcher.flush() + text
-        if self._splitter is None:
-            return "", text
-        reasoning, content = self._splitter.push(text)
-        more_reasoning, more_content = self._splitter.flush()
-        return reasoning + more_reasoning, content + more_content
+        events, self._due = [*self._due, *self._parse(text)], []
+        return [*events, *self._parser.flush()] if self._parser is not None else events
+
+    def _parse(self, text: str) -> list[Event]:
+        if not text:
+            return []
+        return self._parser.push(text) if self._parser is not None else [Event(Kind.CONTENT, text)]
+
+
+def _add_token(pieces: list[Piece], events: Iterable[Event]) -> None:
+    """Add what one token brought; it is consumed by the first piece that tells of it."""
+    place = len(pieces)
+    _add_events(pieces, events)
+    if place == len(pieces):
+        if not pieces:
+            pieces.append(Piece(None))
+        pieces[-1].num_tokens += 1
+    elif place and pieces[place - 1].kind is None:  # tokens that brought nothing go with the first that does
+        pieces[place].num_tokens += pieces.pop(place - 1).num_tokens + 1
+    else:
+        pieces[place].num_tokens += 1
+
+
+def _add_events(pieces: list[Piece], events: Iterable[Event]) -> None:
+    for event in events:
+        last = pieces[-1] if pieces else None
+        if last is None or last.kind is not event.kind or last.call_idx != event.call_idx or event.kind is Kind.CALL:
+            last = Piece(event.kind, call_idx=event.call_idx, call_id=event.call_id)
+            pieces.append(last)
+        last.parts.append(event.text)
+
+
+def pieces_of(events: Iterable[Event]) -> list[Piece]:
+    """`events` as pieces that consume no tokens."""
+    pieces: list[Piece] = []
+    _add_events(pieces, events)
+    return pieces

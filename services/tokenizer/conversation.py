@@ -1,4 +1,4 @@
-"""From a ChatRequest to what a chat template sees; refuses messages that are no conversation."""
+"""From a ChatRequest to what a chat format renders; refuses messages that are no conversation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 from rorqual.core.errors import InvalidRequestError
 from rorqual.v1 import text_pb2
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "latest_reminder")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_SWITCHES = ("thinking", "enable_thinking")  # two names of one thing
 _RESERVED = ("messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception", "namespace")
 MAX_MESSAGES = 65_536
 
@@ -24,6 +26,8 @@ class Conversation:
     variables: dict[str, Any]  # further template variables
     add_generation_prompt: bool
     continue_final_message: bool
+    thinking: bool | None = None  # None: the request does not say
+    reasoning_effort: str = ""  # one of EFFORTS but "none"; empty: the request does not say
 
 
 def read_conversation(request: text_pb2.ChatRequest) -> Conversation:
@@ -40,20 +44,27 @@ def read_conversation(request: text_pb2.ChatRequest) -> Conversation:
     if request.continue_final_message:
         last = request.messages[-1]
         place = f"messages[{len(messages) - 1}]"
-        if last.role != "assistant" or not last.content:
-            raise _invalid(place, "continue_final_message needs a last message of role assistant that has content")
+        if last.role != "assistant" or not (last.content or last.reasoning_content) or last.tool_calls:
+            raise _invalid(
+                place,
+                "continue_final_message needs a last message of role assistant that has content and no tool calls",
+            )
         if request.HasField("add_generation_prompt") and request.add_generation_prompt:
             raise _invalid(
                 "add_generation_prompt",
                 "continue_final_message goes on inside the last message, add_generation_prompt begins another: ask for one",
             )
+    variables = _read_variables(request)
+    thinking, effort = _read_thinking(variables, request.reasoning_effort)
     add_prompt = request.add_generation_prompt if request.HasField("add_generation_prompt") else True
     return Conversation(
         messages=messages,
         tools=_read_tools(request.tools) if may_call(request) else None,
-        variables=_read_variables(request),
+        variables=variables,
         add_generation_prompt=add_prompt and not request.continue_final_message,
         continue_final_message=request.continue_final_message,
+        thinking=thinking,
+        reasoning_effort=effort,
     )
 
 
@@ -132,12 +143,43 @@ def _read_tools(tools: Sequence[text_pb2.Tool]) -> list[dict[str, Any]]:
 def _read_variables(request: text_pb2.ChatRequest) -> dict[str, Any]:
     source = request.chat_template_kwargs_json
     variables = _read_json_object(source, "chat_template_kwargs") if source else {}
-    if request.reasoning_effort:
-        variables.setdefault("reasoning_effort", request.reasoning_effort)
     for name in _RESERVED:
         if name in variables:
             raise _invalid("chat_template_kwargs", f"chat_template_kwargs cannot set {name!r}: the request has it")
     return variables
+
+
+def _read_thinking(variables: dict[str, Any], effort: str) -> tuple[bool | None, str]:
+    """(whether to think, effort), from every switch there is; all names of the switch are set in `variables`.
+
+    INVALID_MESSAGES where two of them contradict each other.
+    """
+    asked: dict[str, bool] = {}
+    for name in _SWITCHES:
+        if variables.get(name) is not None:
+            if not isinstance(variables[name], bool):
+                raise _invalid("chat_template_kwargs", f"chat_template_kwargs.{name} must be true or false")
+            asked[f"chat_template_kwargs.{name}"] = variables[name]
+    where = "reasoning_effort"
+    inner = variables.get("reasoning_effort")
+    if isinstance(inner, str) and inner:
+        if effort and effort != inner:
+            raise _invalid(where, f"reasoning_effort is {effort!r} and chat_template_kwargs.reasoning_effort {inner!r}")
+        effort, where = inner, "chat_template_kwargs"
+    if effort:
+        if effort not in EFFORTS:
+            raise _invalid(where, f"reasoning_effort must be one of {', '.join(EFFORTS)}, got {effort[:64]!r}")
+        asked["reasoning_effort"] = effort != "none"
+        variables["reasoning_effort"] = effort
+    if not asked:
+        return None, ""
+    if len(set(asked.values())) > 1:
+        on = " and ".join(name for name, value in asked.items() if value)
+        off = " and ".join(name for name, value in asked.items() if not value)
+        raise _invalid(where, f"{on} switches thinking on and {off} off: send one of them")
+    thinking = next(iter(asked.values()))
+    variables.update(dict.fromkeys(_SWITCHES, thinking))
+    return thinking, "" if effort == "none" else effort
 
 
 def _read_json_object(source: str, place: str) -> dict[str, Any]:

@@ -42,6 +42,8 @@ from rorqual.v1 import common_pb2, text_pb2
 from .checkpoint import TextCheckpoint
 from .choice import ChoiceRules
 from .conversation import may_call
+from .formats.events import CallSyntax
+from .formats.output import OutputSyntax
 from .link import SchedulerLink
 from .logprob_text import LogprobWriter
 from .model_watch import ModelWatch
@@ -178,7 +180,7 @@ class TextEngine:
             check_options(options, vocab_size=self._vocab_size, allow_no_tokens=not is_chat)
             _check_resume(options)
             if isinstance(request, text_pb2.ChatRequest):
-                _check_tools(request)
+                self._check_tools(request)
             time_unix_s = options.resume.template_time_unix_s if options.HasField("resume") else self.now_unix_s()
             prompt = await self.in_pool(lambda: self._prepare(request, time_unix_s, span))
             self._check_prompt(prompt, options, field="messages" if is_chat else "prompt")
@@ -256,7 +258,6 @@ class TextEngine:
         self, request: TextRequest, prompt: Prompt, span: Span, time_unix_s: int, deadline_s: float | None
     ) -> RunSpec:
         options, vocabulary = request.options, self.vocabulary
-        is_chat = isinstance(request, text_pb2.ChatRequest)
         resume = options.resume if options.HasField("resume") else None
         seed = (
             resume.seed
@@ -267,9 +268,17 @@ class TextEngine:
         )
         sampling = filled_sampling(options, self._checkpoint.sampling_defaults, vocabulary.eos_ids, seed)
         skip_special = options.skip_special_tokens if options.HasField("skip_special_tokens") else True
-        table = vocabulary.chat_text if is_chat else vocabulary.plain_text
-        if not skip_special:
-            table = vocabulary.chat_text_with_marks if is_chat else vocabulary.raw_text
+        syntax, max_calls = None, None
+        table = vocabulary.plain_text if skip_special else vocabulary.raw_text
+        if isinstance(request, text_pb2.ChatRequest):
+            calls = self._call_syntax(request)
+            syntax = OutputSyntax(vocabulary.marks, calls, show_marks=not skip_special)
+            table = vocabulary.chat_table(calls=calls is not None, show_marks=not skip_special)
+            if calls is not None and (
+                request.tool_choice.function_name
+                or (request.HasField("parallel_tool_calls") and not request.parallel_tool_calls)
+            ):
+                max_calls = 1
         max_tokens = options.max_tokens if options.HasField("max_tokens") else None
         budget = max_tokens
         if self.max_model_len:
@@ -291,8 +300,10 @@ class TextEngine:
                 ),
                 min_tokens=sampling.min_tokens,
                 max_tokens=budget,
-                start=prompt.start if is_chat else None,
-                tags_are_tokens=None not in vocabulary.think_ids,
+                syntax=syntax,
+                start=prompt.start,
+                forced_ids=prompt.forced_ids,
+                max_calls=max_calls,
             ),
             sampling=sampling,
             num_choices=max(options.num_choices, 1),
@@ -306,8 +317,24 @@ class TextEngine:
             echo=isinstance(request, text_pb2.CompleteRequest) and request.echo,
             return_prompt_token_ids=options.return_prompt_token_ids,
             logprob_writer=LogprobWriter(vocabulary, table, stop_ids) if wants_logprobs else None,
+            eos_ids=frozenset(vocabulary.eos_ids),
             resume=resume,
         )
+
+    def _check_tools(self, request: text_pb2.ChatRequest) -> None:
+        """UNSUPPORTED_TOOLS: a call that is not read would come back as content, and be taken for an answer."""
+        if may_call(request) and self._call_syntax(request) is None:
+            raise InvalidRequestError(
+                "tools: how this checkpoint writes calls is not known here: name its format with --chat-format, leave "
+                "tools out, or forbid them (tool_choice: 'none')",
+                reason="UNSUPPORTED_TOOLS",
+                field="tools",
+            )
+
+    def _call_syntax(self, request: text_pb2.ChatRequest) -> CallSyntax | None:
+        """How calls are read from the answer; None where the model has no tools."""
+        chat_format = self.builder.format_of(request)
+        return chat_format.calls(self.vocabulary.marks) if chat_format is not None and may_call(request) else None
 
     def _deadline(self, options: text_pb2.TextOptions, time_left_s: float | None) -> float | None:
         now_s = self._clock.monotonic_s()
@@ -345,17 +372,6 @@ class TextEngine:
             elif stats.cancelled:
                 span.set_status(Status(StatusCode.ERROR, "CANCELLED"))
         span.end()
-
-
-def _check_tools(request: text_pb2.ChatRequest) -> None:
-    """UNSUPPORTED_TOOLS: without a parser a call would come back as content, and the caller would take it for an answer."""
-    if may_call(request):
-        raise InvalidRequestError(
-            "tools: calls of functions are not read from this model's text here yet; leave tools out, or forbid them "
-            "(OpenAI's tool_choice: 'none')",
-            reason="UNSUPPORTED_TOOLS",
-            field="tools",
-        )
 
 
 def _check_resume(options: text_pb2.TextOptions) -> None:

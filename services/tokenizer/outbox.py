@@ -60,7 +60,7 @@ def add_text(events: EventList, choice_index: int, token_ids: bytes, kind: str |
         last = events[-1]
         if last.choice_index == choice_index and len(last.token_ids) < _MAX_MERGED_BYTES and not last.logprobs:
             last_kind = last.WhichOneof("event")
-            if kind is None and last_kind in (None, "content", "reasoning"):
+            if kind is None and last_kind in (None, "content", "reasoning", "tool_call"):
                 last.token_ids += token_ids
                 return last
             if kind == last_kind or (last_kind is None and last.token_ids):
@@ -77,6 +77,29 @@ def add_text(events: EventList, choice_index: int, token_ids: bytes, kind: str |
         event.content = text
     elif kind == "reasoning":
         event.reasoning = text
+    return event
+
+
+def add_call(
+    events: EventList, choice_index: int, token_ids: bytes, delta: text_pb2.ToolCallDelta
+) -> text_pb2.TextEvent:
+    """Add an event for `delta`, or lengthen the last one of its choice by the arguments of the same call."""
+    if len(events) and not delta.id:
+        last = events[-1]
+        if (
+            last.choice_index == choice_index
+            and last.WhichOneof("event") == "tool_call"
+            and last.tool_call.tool_call_idx == delta.tool_call_idx
+            and len(last.token_ids) < _MAX_MERGED_BYTES
+            and not (last.logprobs or last.tool_call.id)
+        ):
+            last.token_ids += token_ids
+            last.tool_call.arguments_json_delta += delta.arguments_json_delta
+            return last
+    event = events.add()
+    event.choice_index = choice_index
+    event.token_ids = token_ids
+    event.tool_call.CopyFrom(delta)
     return event
 
 

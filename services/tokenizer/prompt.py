@@ -11,12 +11,19 @@ from rorqual.core.token_ids import pack_token_ids, unpack_token_ids
 from rorqual.v1 import text_pb2
 
 from .checkpoint import TextCheckpoint
-from .control_tokens import Markers, choose_markers, mark, split_marked, strings_in
-from .conversation import Conversation, read_conversation
+from .control_tokens import Segment, choose_markers, mark, split_marked, strings_in
+from .conversation import Conversation, may_call, read_conversation
 from .decoder import decode_all
-from .formats.reasoning import CLOSE_TAG, OPEN_TAG, Start, start_of
+from .formats import FORMATS
+from .formats.base import ChatFormat, PromptWriter, Thinking
+from .formats.detect import find_format, format_of_template
+from .formats.marks import END_THINK, THINK
+from .formats.reasoning import Start, start_of
 from .template import ChatTemplate, compile_template
+from .template_probe import writes_as
 from .vocabulary import Vocabulary
+
+_FORCED = text_pb2.TOOL_CHOICE_MODE_REQUIRED
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +34,7 @@ class Prompt:
     packed_ids: bytes  # uint32 little-endian
     digest: bytes  # BLAKE2b-256 of packed_ids
     start: Start  # where a chat's answer begins
+    forced_ids: tuple[int, ...] = ()  # the last of the ids: the beginning of a call, which belongs to the answer
 
     @property
     def num_tokens(self) -> int:
@@ -35,28 +43,28 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A template's text, in which markers keep the caller's spellings of control tokens apart."""
+    """A rendered chat: the caller's plain text apart from control tokens."""
 
-    marked_text: str
-    markers: Markers
-    continued: bool  # it ends inside the assistant's message
+    segments: list[Segment]
+    start: Start
+    forced: list[Segment]  # what makes the model go on inside a call; follows `segments`
+    in_one_go: bool = False  # the tokenizer itself may tell control tokens from text
 
     @property
     def num_chars(self) -> int:
-        """Characters without the markers, be they escaped as JSON."""
-        text = self.marked_text
-        return len(text) - sum(text.count(m) + 6 * text.count(f"\\u{ord(m):04x}") for m in self.markers.all)
+        return sum(len(segment.text) for segment in (*self.segments, *self.forced))
 
 
-def make_prompt(text: str, token_ids: Sequence[int], start: Start) -> Prompt:
+def make_prompt(text: str, token_ids: Sequence[int], start: Start, forced_ids: Sequence[int] = ()) -> Prompt:
     packed = pack_token_ids(token_ids)
-    return Prompt(text, packed, hashlib.blake2b(packed, digest_size=32).digest(), start)
+    return Prompt(text, packed, hashlib.blake2b(packed, digest_size=32).digest(), start, tuple(forced_ids))
 
 
 class PromptBuilder:
-    """Renders with the checkpoint's templates and encodes with its vocabulary."""
+    """Renders with the checkpoint's format or templates, and encodes with its vocabulary."""
 
-    def __init__(self, checkpoint: TextCheckpoint, vocabulary: Vocabulary) -> None:
+    def __init__(self, checkpoint: TextCheckpoint, vocabulary: Vocabulary, *, chat_format: str = "") -> None:
+        """`chat_format`: a name of FORMATS in place of what the checkpoint shows."""
         self._folder = checkpoint.folder
         self._vocabulary = vocabulary
         self._special_tokens = {
@@ -76,16 +84,47 @@ class PromptBuilder:
                 f"{checkpoint.folder}: {error.message}; mend it, or give another with --chat-template FILE",
                 field="model",
             ) from error
+        self.chat_format = FORMATS[chat_format] if chat_format else find_format(checkpoint, vocabulary.control.ids)
+        """None: the checkpoint's is not known, and no calls can be read."""
+        self._renders_itself = self.chat_format is not None and (
+            not self._templates
+            or (
+                checkpoint.has_own_template
+                and (
+                    bool(chat_format)
+                    or writes_as(self.chat_format, self._templates["default"], vocabulary.control, self._special_tokens)
+                )
+            )
+        )
+        """The format's own rendering is used: where the checkpoint's template writes something else, that is right."""
 
     def chat(self, request: text_pb2.ChatRequest, *, time_unix_s: int) -> Prompt:
         """The prompt of a chat: `render`, then `encode`."""
         return self.encode(self.render(request, time_unix_s=time_unix_s))
 
     def render(self, request: text_pb2.ChatRequest, *, time_unix_s: int) -> Rendered:
-        """The template's text. INVALID_MESSAGES, TEMPLATE_ERROR, NO_CHAT_TEMPLATE."""
+        """INVALID_MESSAGES, TEMPLATE_ERROR, NO_CHAT_TEMPLATE, UNSUPPORTED_TOOLS, UNSUPPORTED_TOOL_CHOICE."""
         conversation = read_conversation(request)
-        template = self._template_for(request.chat_template, conversation)
-        return self._render(template, conversation, time_unix_s)
+        chat_format = self.format_of(request)
+        if chat_format is not None and self._renders_itself and not request.chat_template:
+            _check_thinking(chat_format, conversation)
+            out = PromptWriter(self._vocabulary.control)
+            chat_format.render(conversation, out)
+            segments, in_one_go = out.segments(), False
+            start = self._start(segments, conversation)
+            if start is Start.UNDECIDED and chat_format.thinking is Thinking.SWITCH and not conversation.thinking:
+                start = Start.CONTENT_CONTINUED
+        else:
+            template = self._template_for(request.chat_template, conversation)
+            segments, in_one_go = self._render_template(template, conversation, time_unix_s)
+            start = self._start(segments, conversation)
+        return Rendered(segments, start, self._forced(request, chat_format, start), in_one_go)
+
+    def format_of(self, request: text_pb2.ChatRequest) -> ChatFormat | None:
+        """The format in which the answer to `request` is written."""
+        if request.chat_template:
+            return format_of_template(request.chat_template) or self.chat_format
+        return self.chat_format
 
     def complete(self, request: text_pb2.CompleteRequest) -> Prompt:
         """The prompt of a completion. EMPTY_PROMPT."""
@@ -105,6 +144,22 @@ class PromptBuilder:
             )
         return make_prompt(text, token_ids, Start.CONTENT_CONTINUED)
 
+    def encode(self, rendered: Rendered) -> Prompt:
+        """The ids of a rendered chat. EMPTY_PROMPT; INVALID_MESSAGES where plain text cannot be kept plain."""
+        vocabulary = self._vocabulary
+        text = "".join(segment.text for segment in rendered.segments)
+        token_ids = vocabulary.encode(text) if rendered.in_one_go else vocabulary.encode_segments(rendered.segments)
+        forced_ids: list[int] = []
+        if rendered.forced:
+            text += "".join(segment.text for segment in rendered.forced)
+            forced_ids = vocabulary.encode_segments(rendered.forced)
+            token_ids = [*token_ids, *forced_ids]
+        if not token_ids:
+            raise InvalidRequestError(
+                "the chat template makes an empty prompt of these messages", reason="EMPTY_PROMPT", field="messages"
+            )
+        return make_prompt(text, token_ids, rendered.start, forced_ids)
+
     def _template_for(self, source: str, conversation: Conversation) -> ChatTemplate:
         if source:
             return compile_template(source)
@@ -114,14 +169,18 @@ class PromptBuilder:
         template = template or self._templates.get("default")
         if template is None:
             raise PreconditionError(
-                f"the checkpoint {self._folder.name} has no chat template: start the tokenizer with --chat-template FILE, "
-                "send chat_template with the request, or use plain completions",
+                f"the checkpoint {self._folder.name} has no chat template and no chat format that is known here: start the "
+                "tokenizer with --chat-format NAME or --chat-template FILE, send chat_template with the request, or use "
+                "plain completions",
                 reason="NO_CHAT_TEMPLATE",
                 field="chat_template",
             )
         return template
 
-    def _render(self, template: ChatTemplate, conversation: Conversation, time_unix_s: int) -> Rendered:
+    def _render_template(
+        self, template: ChatTemplate, conversation: Conversation, time_unix_s: int
+    ) -> tuple[list[Segment], bool]:
+        """(segments, whether they may be tokenized in one go)."""
         vocabulary = self._vocabulary
         messages = conversation.messages
         if "developer" not in template.source:  # the newer name of the same role
@@ -134,8 +193,8 @@ class PromptBuilder:
             raise InvalidRequestError(str(error), reason="INVALID_MESSAGES", field="messages") from error
         continued = conversation.continue_final_message
         if continued:
-            messages[-1]["content"] += markers.here + " "
-        rendered = template.render(
+            messages[-1]["content"] = f"{messages[-1]['content']}{markers.here} "
+        text = template.render(
             {
                 **self._special_tokens,
                 **variables,
@@ -146,42 +205,75 @@ class PromptBuilder:
             time_unix_s=time_unix_s,
         )
         if continued:
-            rendered = _cut_here(rendered, markers.here)
-        if vocabulary.add_bos and not rendered.startswith(vocabulary.bos_token):
-            rendered = vocabulary.bos_token + rendered
-        return Rendered(rendered, markers, continued)
+            text = _cut_here(text, markers.here)
+        if vocabulary.add_bos and not text.startswith(vocabulary.bos_token):
+            text = vocabulary.bos_token + text
+        in_one_go = not ("\\u" in text or any(marker in text for marker in markers.all))
+        return split_marked(text, vocabulary.control, markers), in_one_go
 
-    def encode(self, rendered: Rendered) -> Prompt:
-        """The ids of a rendered chat. EMPTY_PROMPT; INVALID_MESSAGES where plain text cannot be kept plain."""
-        vocabulary = self._vocabulary
-        text = rendered.marked_text
-        if any(marker in text for marker in rendered.markers.all) or "\\u" in text:
-            segments = split_marked(text, vocabulary.control, rendered.markers)
-            text = "".join(segment.text for segment in segments)
-            token_ids = vocabulary.encode_segments(segments)
-        else:
-            token_ids = vocabulary.encode(text)
-        if not token_ids:
-            raise InvalidRequestError(
-                "the chat template makes an empty prompt of these messages", reason="EMPTY_PROMPT", field="messages"
-            )
-        return make_prompt(text, token_ids, self._start(text, token_ids, rendered.continued))
-
-    def _start(self, text: str, token_ids: Sequence[int], continued: bool) -> Start:
+    def _start(self, segments: Sequence[Segment], conversation: Conversation) -> Start:
+        """Where the answer begins, from the control token that comes last and what follows it."""
         vocabulary = self._vocabulary
         open_id, close_id = vocabulary.think_ids
+        last = next((n for n in range(len(segments) - 1, -1, -1) if segments[n].is_control), -1)
+        after = "".join(segment.text for segment in segments[last + 1 :])
+        continued = conversation.continue_final_message
         if open_id is None or close_id is None:  # tags as ordinary text
-            tail = text.rstrip()
-            if tail.endswith(OPEN_TAG):
+            tail = after.rstrip()
+            if tail.endswith(THINK):
                 return Start.REASONING
-            if tail.endswith(CLOSE_TAG):
+            if tail.endswith(END_THINK):
                 return Start.CONTENT
             return Start.CONTENT_CONTINUED if continued else Start.UNDECIDED
-        place = next((n for n in range(len(token_ids) - 1, -1, -1) if token_ids[n] in vocabulary.control_ids), None)
-        if place is None:
-            return Start.CONTENT_CONTINUED if continued else Start.UNDECIDED
-        after = decode_all(vocabulary.raw_text, token_ids[place + 1 :])
-        return start_of(token_ids[place], open_id, close_id, text_follows=bool(after.strip()), continued=continued)
+        last_id = vocabulary.control.ids[segments[last].text] if last >= 0 else None
+        return start_of(last_id, open_id, close_id, text_follows=bool(after.strip()), continued=continued)
+
+    def _forced(self, request: text_pb2.ChatRequest, chat_format: ChatFormat | None, start: Start) -> list[Segment]:
+        """The beginning of the call that the request demands; nothing where it demands none."""
+        choice = request.tool_choice
+        if not may_call(request) or not (choice.function_name or choice.mode == _FORCED):
+            return []
+        names = [tool.name for tool in request.tools]
+        name = choice.function_name or (names[0] if len(names) == 1 else None)
+        if name is not None and name not in names:
+            raise _refuse_choice(f"none of the tools is called {name[:64]!r}")
+        if chat_format is None or chat_format.shape is None:
+            raise _refuse_choice("a call cannot be forced in this checkpoint's chat format")
+        if start in (Start.REASONING, Start.REASONING_CONTINUED):
+            raise _refuse_choice("a call cannot be forced before the reasoning has ended: switch thinking off")
+        if request.continue_final_message or (
+            request.HasField("add_generation_prompt") and not request.add_generation_prompt
+        ):
+            raise _refuse_choice("a call can only be forced at the beginning of an answer")
+        out = PromptWriter(self._vocabulary.control)
+        out.literal(chat_format.shape.begin)
+        if name is not None:  # else the model goes on with the name it chooses
+            out.text(name)
+            out.literal(chat_format.shape.after_name.replace("{index}", "0"))
+        return out.segments()
+
+
+def _refuse_choice(message: str) -> InvalidRequestError:
+    return InvalidRequestError(f"tool_choice: {message}", reason="UNSUPPORTED_TOOL_CHOICE", field="tool_choice")
+
+
+def _check_thinking(chat_format: ChatFormat, conversation: Conversation) -> None:
+    """INVALID_MESSAGES where the switch asks for what the format does not have. An effort alone asks for nothing."""
+    asked = conversation.thinking
+    if asked is None or chat_format.thinking is Thinking.SWITCH:
+        return
+    fault = ""
+    if not asked and chat_format.thinking is Thinking.ALWAYS:
+        fault = f"off: answers in the format {chat_format.name} always begin with reasoning"
+    elif asked and not conversation.reasoning_effort and chat_format.thinking is Thinking.NEVER:
+        fault = f"on: answers in the format {chat_format.name} have no reasoning"
+    if fault:
+        by_effort = conversation.variables.get("reasoning_effort") == "none"
+        raise InvalidRequestError(
+            f"thinking cannot be switched {fault}",
+            reason="INVALID_MESSAGES",
+            field="reasoning_effort" if by_effort else "chat_template_kwargs",
+        )
 
 
 def _cut_here(rendered: str, here: str) -> str:

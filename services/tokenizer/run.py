@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,10 +14,11 @@ from rorqual.core.token_ids import unpack_token_ids
 from rorqual.rpc.status import to_error_proto
 from rorqual.v1 import common_pb2, generation_pb2, text_pb2
 
-from .choice import ChoiceMachine, ChoiceRules, End, Output
+from .choice import ChoiceMachine, ChoiceRules, End, Output, Piece, pieces_of
+from .formats.events import Kind
 from .link import SchedulerLink, UpstreamStream
 from .logprob_text import LogprobWriter
-from .outbox import EventSink, add_text
+from .outbox import EventList, EventSink, add_call, add_text
 from .prompt import Prompt
 
 ATTEMPTS_OF_A_CALLER = 1 << 16
@@ -43,7 +45,13 @@ class RunSpec:
     echo: bool
     return_prompt_token_ids: bool
     logprob_writer: LogprobWriter | None
+    eos_ids: frozenset[int]  # tokens by which the model itself ends an answer
     resume: text_pb2.TextResume | None
+
+    def call_id(self, choice_index: int, call_idx: int) -> str:
+        """The id of a tool call: the same after a resume, and of no other request."""
+        known = f"{self.request_id} {self.sampling.seed} {choice_index} {call_idx}".encode()
+        return f"call_{hashlib.blake2b(known, key=self.prompt.digest, digest_size=12).hexdigest()}"
 
 
 @dataclass(slots=True)
@@ -290,20 +298,23 @@ class ChoiceRun:
             return
         if self._echo_due:
             self._echo(())
-        reasoning, content = self.machine.flush()
         events = run.sink.events()
-        if reasoning:
-            add_text(events, self._index, b"", "reasoning", reasoning)
-        if content:
-            add_text(events, self._index, b"", "content", content)
+        for piece in pieces_of(self.machine.flush()):
+            self._add_piece(events, piece, b"")
         event = events.add()
         event.choice_index = self._index
         event.finished.reason = finished.reason
         if finished.HasField("stop_token_id"):
             event.finished.stop_token_id = finished.stop_token_id
+            if self._ends_calls(finished.stop_token_id):
+                event.finished.reason = common_pb2.FINISH_REASON_TOOL_CALLS
         self._told = True
-        run.choice_done(finished.reason)
+        run.choice_done(event.finished.reason)
         run.sink.wake()
+
+    def _ends_calls(self, stop_token_id: int) -> bool:
+        """Whether the model ended its answer with calls: a stop token of the caller's ends the text only."""
+        return self.machine.num_calls > 0 and stop_token_id in self._run.spec.eos_ids
 
     def on_error(self, error: RorqualError) -> None:
         run = self._run
@@ -344,19 +355,23 @@ class ChoiceRun:
         logprobs = (
             writer.generated(delta.logprobs[: output.num_tokens]) if writer is not None and delta.logprobs else []
         )
-        if output.reasoning and output.content:
-            cut = output.num_reasoning_tokens
-            event = add_text(events, self._index, packed[: 4 * cut], "reasoning", output.reasoning)
-            event.logprobs.extend(logprobs[:cut])
+        for piece in output.pieces:
+            cut = piece.num_tokens
+            event = self._add_piece(events, piece, packed[: 4 * cut])
+            if logprobs:
+                event.logprobs.extend(logprobs[:cut])
             packed, logprobs = packed[4 * cut :], logprobs[cut:]
-        if output.content:
-            event = add_text(events, self._index, packed, "content", output.content)
-        elif output.reasoning:
-            event = add_text(events, self._index, packed, "reasoning", output.reasoning)
-        else:
-            event = add_text(events, self._index, packed, None, "")
-        if logprobs:
-            event.logprobs.extend(logprobs)
+
+    def _add_piece(self, events: EventList, piece: Piece, token_ids: bytes) -> text_pb2.TextEvent:
+        index = self._index
+        if piece.kind is Kind.CALL:
+            call_id = piece.call_id or self._run.spec.call_id(index, piece.call_idx)
+            delta = text_pb2.ToolCallDelta(tool_call_idx=piece.call_idx, id=call_id, name=piece.text)
+            return add_call(events, index, token_ids, delta)
+        if piece.kind is Kind.ARGUMENTS:
+            delta = text_pb2.ToolCallDelta(tool_call_idx=piece.call_idx, arguments_json_delta=piece.text)
+            return add_call(events, index, token_ids, delta)
+        return add_text(events, index, token_ids, piece.kind.value if piece.kind else None, piece.text)
 
     def _tell_end(self, end: End) -> None:
         if self._told:
@@ -367,10 +382,14 @@ class ChoiceRun:
         finished = event.finished
         if end.is_length:
             finished.reason = common_pb2.FINISH_REASON_LENGTH
+        elif end.by_calls:
+            finished.reason = common_pb2.FINISH_REASON_TOOL_CALLS
         else:
             finished.reason = common_pb2.FINISH_REASON_STOP
             if end.stop_token_id is not None:
                 finished.stop_token_id = end.stop_token_id
+                if self._ends_calls(end.stop_token_id):
+                    finished.reason = common_pb2.FINISH_REASON_TOOL_CALLS
             if end.stop_string is not None:
                 finished.stop_string = end.stop_string
         self._run.choice_done(finished.reason)

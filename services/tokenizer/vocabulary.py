@@ -11,9 +11,9 @@ from rorqual.core.errors import CheckpointError, InvalidRequestError
 
 from .checkpoint import TextCheckpoint
 from .control_tokens import ControlTokens, Segment
-from .formats import is_hidden_in_chat
-from .formats.reasoning import CLOSE_SENTINEL, CLOSE_TAG, OPEN_SENTINEL, OPEN_TAG
-from .token_text import build_token_text
+from .formats.marks import END_THINK, THINK, Marks, is_hidden_in_chat
+from .run_cache import RunCache
+from .token_text import TokenText, build_token_text
 
 
 def _keeps_text(checkpoint: TextCheckpoint) -> bool:
@@ -47,6 +47,7 @@ class Vocabulary:
         self._plain.pre_tokenizer = self._tokenizer.pre_tokenizer
         if self._tokenizer.normalizer is not None:
             self._plain.normalizer = self._tokenizer.normalizer
+        self._runs = RunCache(self._encode_plain)
 
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.size = max(vocab.values()) + 1
@@ -98,20 +99,31 @@ class Vocabulary:
         """Every token as it is."""
         self.plain_text = self.raw_text.replaced(dict.fromkeys(self.special_ids, ""))
         """Without special tokens."""
-        chat_texts = {
+        self.marks = Marks(self.control.ids)
+        self.think_ids = (self.control.ids.get(THINK), self.control.ids.get(END_THINK))
+        hidden = {
             token_id: ""
             for token_id, token in added.items()
             if token_id in self.special_ids or is_hidden_in_chat(token.content)
         }
-        marks: dict[int, str] = {}
-        self.think_ids = (self.control.ids.get(OPEN_TAG), self.control.ids.get(CLOSE_TAG))
-        for tag_id, sentinel in zip(self.think_ids, (OPEN_SENTINEL, CLOSE_SENTINEL), strict=True):
-            if tag_id is not None:
-                chat_texts[tag_id] = marks[tag_id] = sentinel
-        self.chat_text = self.raw_text.replaced(chat_texts)
-        """Without control tokens; the think tags stand as sentinels that no other token can write."""
-        self.chat_text_with_marks = self.raw_text.replaced(marks)
-        """The same with all other control tokens shown."""
+        self._chat_tables = {
+            (calls, show): self.raw_text.replaced(
+                {
+                    **({} if show else hidden),
+                    **self.marks.think_sentinels,
+                    **(self.marks.call_sentinels if calls else {}),
+                }
+            )
+            for calls in (False, True)
+            for show in (False, True)
+        }
+
+    def chat_table(self, *, calls: bool, show_marks: bool) -> TokenText:
+        """The text of an answer's tokens: the think tags, and with `calls` the marks of calls, stand as sentinels.
+
+        All other control tokens write nothing, or themselves with `show_marks`.
+        """
+        return self._chat_tables[calls, show_marks]
 
     def _named_id(self, checkpoint: TextCheckpoint, key: str, token: str) -> int | None:
         if not token:
@@ -139,20 +151,24 @@ class Vocabulary:
 
     def encode_segments(self, segments: Sequence[Segment]) -> list[int]:
         """The ids of plain runs and control tokens. InvalidRequestError where plain text cannot be kept plain."""
+        runs = iter(self._runs.encode([segment.text for segment in segments if not segment.is_control]))
         ids: list[int] = []
         for segment in segments:
             if segment.is_control:
                 ids.append(self.control.ids[segment.text])
-                continue
-            plain = self._plain.encode_batch_fast([segment.text], add_special_tokens=False)[0].ids
-            if not self.control_ids.isdisjoint(plain):
-                raise InvalidRequestError(
-                    "a message spells a control token that this vocabulary cannot write as plain text",
-                    reason="INVALID_MESSAGES",
-                    field="messages",
-                )
-            ids += plain
+            else:
+                ids += next(runs)
         return ids
+
+    def _encode_plain(self, texts: list[str]) -> list[list[int]]:
+        encoded = [run.ids for run in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
+        if any(not self.control_ids.isdisjoint(ids) for ids in encoded):
+            raise InvalidRequestError(
+                "a message spells a control token that this vocabulary cannot write as plain text",
+                reason="INVALID_MESSAGES",
+                field="messages",
+            )
+        return encoded
 
     def token_strings(self, token_ids: Iterable[int]) -> list[str]:
         """The tokens as the vocabulary spells them; empty for an id it does not have."""

@@ -491,14 +491,18 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(monkeypatc
             assert "num_chars" in error.metadata
 
 
-async def test_tools_are_rendered_but_a_chat_with_them_is_refused_while_calls_are_not_parsed() -> None:
+async def test_a_chat_with_tools_is_refused_where_no_calls_can_be_read(tmp_path: Path) -> None:
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}", encoding="utf-8")
     request = chat()
     request.tools.add(name="f", parameters_json="{}")
-    async with serving(lambda request: steps([EOS])) as stack:
+    async with serving(lambda request: steps([EOS]), chat_template=str(template)) as stack:
         error = await failure(stack.stub.Chat(request))
         assert (error.reason, error.field) == ("UNSUPPORTED_TOOLS", "tools")
         assert not stack.scheduler.seen.opened
         assert (await stack.stub.RenderChat(text_pb2.RenderChatRequest(chat=request))).text
+        request.tool_choice.mode = text_pb2.TOOL_CHOICE_MODE_NONE
+        assert (await hear(stack.stub.Chat(request))).finished
 
 
 async def test_an_error_of_the_scheduler_reaches_the_caller() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -39,3 +41,27 @@ def tiny_checkpoint() -> TextCheckpoint:
 @cache
 def tiny() -> Vocabulary:
     return Vocabulary(tiny_checkpoint())
+
+
+@cache
+def with_tokens(*tokens: str) -> Vocabulary:
+    """The embedded model's vocabulary with further control tokens: for formats whose own is not at hand."""
+    source = json.loads(tiny_checkpoint().tokenizer_json)
+    top = max(token["id"] for token in source["added_tokens"])
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    for number, token in enumerate(tokens, top + 1):
+        source["added_tokens"].append({"id": number, "content": token, "special": True, **flags})
+    return Vocabulary(replace(tiny_checkpoint(), tokenizer_json=json.dumps(source), vocab_size=0))
+
+
+KIMI_TOKENS = (
+    "<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>", "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+)  # fmt: skip
+
+
+def vocabulary_of(format_name: str) -> Vocabulary:
+    """A vocabulary that has the control tokens of a chat format."""
+    if format_name.startswith("kimi"):
+        return with_tokens(*KIMI_TOKENS)
+    return with_tokens("<｜System｜>") if format_name == "deepseek-v4.1" else v4()

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from services.tokenizer.choice import ChoiceMachine, ChoiceRules, End
 from services.tokenizer.decoder import decode_all
+from services.tokenizer.formats.events import Event, Kind
+from services.tokenizer.formats.output import OutputSyntax
 from services.tokenizer.formats.reasoning import Start
 from services.tokenizer.stop_strings import compile_stop_strings
 from tests.support.vocabularies import v4
@@ -25,13 +27,13 @@ def rules(
     start: Start | None = None,
 ) -> ChoiceRules:
     return ChoiceRules(
-        table=v4().plain_text if start is None else v4().chat_text,
+        table=v4().plain_text if start is None else v4().chat_table(calls=False, show_marks=False),
         stop_token_ids=frozenset({EOS}),
         stop_strings=compile_stop_strings(stops, include_in_output=include) if stops else None,
         min_tokens=min_tokens,
         max_tokens=max_tokens,
-        start=start,
-        tags_are_tokens=True,
+        syntax=OutputSyntax(v4().marks, None) if start is not None else None,
+        start=start or Start.CONTENT_CONTINUED,
     )
 
 
@@ -41,9 +43,9 @@ def run(machine: ChoiceMachine, chunks: Sequence[Sequence[int]]) -> tuple[str, s
     for chunk in chunks:
         output = machine.push(chunk)
         assert output.num_tokens <= len(chunk)
-        assert output.num_reasoning_tokens <= output.num_tokens
-        reasoning += output.reasoning
-        content += output.content
+        assert sum(piece.num_tokens for piece in output.pieces) == output.num_tokens
+        reasoning += "".join(piece.text for piece in output.pieces if piece.kind is Kind.REASONING)
+        content += "".join(piece.text for piece in output.pieces if piece.kind is Kind.CONTENT)
         consumed += output.num_tokens
         if machine.end is not None:
             break
@@ -66,7 +68,7 @@ def test_the_budget_releases_what_was_held() -> None:
 def test_without_a_budget_whoever_ends_it_flushes() -> None:
     machine = ChoiceMachine(rules(stops=["Hello world"]))
     assert run(machine, [v4().encode("Hello")])[1] == ""
-    assert machine.flush() == ("", "Hello")
+    assert machine.flush() == [Event(Kind.CONTENT, "Hello")]
 
 
 def test_no_tokens_asked_for() -> None:
@@ -85,14 +87,15 @@ def test_reasoning_and_content_in_one_chunk() -> None:
     ids = v4().encode("<think>\nAdd them.\n</think>\n\n4")
     machine = ChoiceMachine(rules(start=Start.UNDECIDED))
     output = machine.push([*ids, EOS])
-    assert (output.reasoning, output.content) == ("Add them.", "4")
+    thought, said = output.pieces
+    assert (thought.kind, thought.text, said.kind, said.text) == (Kind.REASONING, "Add them.", Kind.CONTENT, "4")
     assert machine.num_reasoning_tokens == len(v4().encode("\nAdd them.\n"))
-    assert 0 < output.num_reasoning_tokens < len(ids)
+    assert 0 < said.num_tokens < thought.num_tokens < len(ids)
 
 
 def test_conversation_marks_do_not_reach_the_content() -> None:
     ids = v4().encode("4<｜User｜>more<｜Assistant｜><｜tool▁calls▁begin｜>x")
-    assert run(ChoiceMachine(rules(start=Start.CONTENT)), [ids])[1] == "4more<｜tool▁calls▁begin｜>x"
+    assert run(ChoiceMachine(rules(start=Start.CONTENT)), [ids])[1] == "4morex"
 
 
 TOKENS = st.lists(
@@ -143,6 +146,6 @@ def test_plain_text_equals_one_shot_decoding(token_ids: list[int]) -> None:
     machine = ChoiceMachine(rules())
     _, content, consumed, end = run(machine, [[token_id] for token_id in token_ids])
     if end is None:
-        content += machine.flush()[1]
+        content += "".join(event.text for event in machine.flush())
     shown = token_ids[:consumed]
     assert content == decode_all(v4().plain_text, [t for t in shown if t != EOS])

@@ -6,14 +6,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.tokenizer.formats import is_hidden_in_chat
-from services.tokenizer.formats.reasoning import CLOSE_SENTINEL, OPEN_SENTINEL, ReasoningSplitter, Start, start_of
+from services.tokenizer.formats.events import Kind
+from services.tokenizer.formats.marks import END_THINK, THINK, Marks, is_hidden_in_chat
+from services.tokenizer.formats.output import OutputParser, OutputSyntax
+from services.tokenizer.formats.reasoning import Start, start_of
+
+AS_TOKENS = Marks({THINK: 1, END_THINK: 2})
+OPEN_SENTINEL, CLOSE_SENTINEL = AS_TOKENS(THINK), AS_TOKENS(END_THINK)
 
 
 def split(pieces: list[str], start: Start, *, tokens: bool = False) -> tuple[str, str]:
-    splitter = ReasoningSplitter(start, tags_are_tokens=tokens)
-    parts = [*(splitter.push(piece) for piece in pieces), splitter.flush()]
-    return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
+    parser = OutputParser(OutputSyntax(AS_TOKENS if tokens else Marks({}), None), start)
+    events = [event for piece in pieces for event in parser.push(piece)] + parser.flush()
+    reasoning = "".join(event.text for event in events if event.kind is Kind.REASONING)
+    return reasoning, "".join(event.text for event in events if event.kind is Kind.CONTENT)
 
 
 @pytest.mark.parametrize(
@@ -91,10 +97,19 @@ def test_start_comes_from_the_last_control_token(
     assert start_of(last, 10, 11, text_follows=text_follows, continued=continued) is expected
 
 
-def test_marks_of_the_conversation_are_hidden_and_tool_tokens_are_not() -> None:
-    assert is_hidden_in_chat("<｜User｜>")
-    assert is_hidden_in_chat("<｜Assistant｜>")
-    assert is_hidden_in_chat("<|EOT|>")
-    assert is_hidden_in_chat("<｜place▁holder▁no▁17｜>")
-    assert not is_hidden_in_chat("<｜tool▁calls▁begin｜>")
-    assert not is_hidden_in_chat("｜DSML｜")
+@pytest.mark.parametrize(
+    ("token", "hidden"),
+    [
+        ("<｜User｜>", True),
+        ("<|EOT|>", True),
+        ("<｜place▁holder▁no▁17｜>", True),
+        ("<｜tool▁calls▁begin｜>", True),
+        ("｜DSML｜", True),
+        ("</think>", True),
+        ("word", False),
+        ("<word>", False),
+        ("<|a|><|b|>", False),
+    ],
+)
+def test_what_looks_like_a_control_token_is_hidden(token: str, hidden: bool) -> None:
+    assert is_hidden_in_chat(token) is hidden

@@ -1,19 +1,28 @@
-"""What a model's text means beyond plain text: reasoning now; tool calls and each family's layout have their place here."""
+"""The chat formats, by name: each one renders prompts, says how answers are read, and how a call is begun."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 
-# Tool and DSML tokens are not among these: until a parser reads tool calls, their text is content.
-_TURN_MARKS = re.compile(
-    r"<｜(User|Assistant|begin▁of▁sentence|end▁of▁sentence|▁pad▁|fim▁(hole|begin|end)|begin▁sys|end▁sys"
-    r"|latest_reminder|place▁holder▁no▁\d+)｜>|<\|EOT\|>"
-)
+from .base import ChatFormat, Thinking
+from .dsml import V32, v4, v4_pro, v41
+from .kimi import KimiK2
+from .turns import MarkedTurns, PlainTurns, SwitchedTurns
 
-
-def is_hidden_in_chat(token: str) -> bool:
-    """Whether an added token is a mark of the conversation, which never reaches a chat's content.
-
-    Vocabularies of the family flag most of these `special: false`, so that flag alone does not hide them.
-    """
-    return _TURN_MARKS.fullmatch(token) is not None
+FORMATS: Mapping[str, ChatFormat] = {
+    chat_format.name: chat_format
+    for chat_format in (
+        PlainTurns(name="deepseek-v2"),
+        MarkedTurns(name="deepseek-v2.5"),
+        MarkedTurns(name="deepseek-v3"),
+        MarkedTurns(name="deepseek-r1", thinking=Thinking.ALWAYS, generation="<think>\n"),
+        MarkedTurns(name="deepseek-r1-0528", thinking=Thinking.ALWAYS),
+        SwitchedTurns(name="deepseek-v3.1"),
+        V32(),
+        v4(),
+        v4_pro(),
+        v41(),
+        KimiK2(name="kimi-k2", thinking=Thinking.NEVER, compact_tools=True),
+        KimiK2(name="kimi-k2-thinking", thinking=Thinking.ALWAYS, compact_tools=False),
+    )
+}

@@ -1,0 +1,120 @@
+"""What a chat format is: one module that renders prompts, says how the answer is read, and how a call is begun."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from rorqual.core.errors import InvalidRequestError
+
+from ..control_tokens import ControlTokens, Segment
+from ..conversation import Conversation
+from .events import CallSyntax
+from .marks import Marks
+
+
+class Thinking(Enum):
+    """Whether a format's answers begin with reasoning."""
+
+    NEVER = "never"
+    ALWAYS = "always"
+    SWITCH = "switch"  # as the prompt says
+
+
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    """The text of a block of calls, for whatever forces one: `{index}` stands for the call's number in the block.
+
+    begin NAME after_name ARGUMENTS end_call between NAME after_name ARGUMENTS end_call end
+    """
+
+    begin: str
+    after_name: str
+    end_call: str
+    between: str
+    end: str
+    arguments: str = "json"  # or "dsml": one parameter tag for each member of the JSON object
+
+
+class PromptWriter:
+    """Gathers a prompt as plain text and control tokens. What a caller wrote is plain, whatever it spells."""
+
+    def __init__(self, control: ControlTokens) -> None:
+        self._control = control
+        self._plain: list[str] = []
+        self._segments: list[Segment] = []
+
+    def text(self, text: str) -> None:
+        """Plain text."""
+        self._plain.append(text)
+
+    def mark(self, token: str) -> None:
+        """A control token; plain text where the vocabulary has none of that spelling."""
+        if token in self._control.ids:
+            self._close_plain()
+            self._segments.append(Segment(token, True))
+        else:
+            self._plain.append(token)
+
+    def literal(self, text: str) -> None:
+        """The format's own text, in which control tokens are recognised."""
+        place = 0
+        for start, end in self._control.find(text):
+            self._plain.append(text[place:start])
+            self.mark(text[start:end])
+            place = end
+        self._plain.append(text[place:])
+
+    def _close_plain(self) -> None:
+        if text := "".join(self._plain):
+            self._segments.append(Segment(text, False))
+        self._plain.clear()
+
+    def segments(self) -> list[Segment]:
+        """The prompt so far."""
+        self._close_plain()
+        return self._segments
+
+
+class ChatFormat(ABC):
+    """Immutable; may render in many threads at once."""
+
+    name: str
+    thinking: Thinking
+    shape: CallShape | None  # None: the format has no calls
+
+    @abstractmethod
+    def calls(self, marks: Marks) -> CallSyntax | None:
+        """How calls are read from the model's text."""
+
+    @abstractmethod
+    def render(self, chat: Conversation, out: PromptWriter) -> None:
+        """Write the prompt. InvalidRequestError (INVALID_MESSAGES) where the format has no place for a message."""
+
+
+def refuse_message(index: int, message: str) -> InvalidRequestError:
+    return InvalidRequestError(f"messages[{index}]: {message}", reason="INVALID_MESSAGES", field=f"messages[{index}]")
+
+
+def content_of(message: Mapping[str, Any]) -> str:
+    content: str | None = message.get("content")
+    return content or ""
+
+
+def functions_of(tools: Iterable[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    """The inner function objects of `tools`."""
+    return [tool["function"] for tool in tools or ()]
+
+
+def system_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    """All system and developer texts, joined by an empty line, as formats want that move them to the front."""
+    return "\n\n".join(content_of(m) for m in messages if m["role"] in ("system", "developer"))
+
+
+def to_json(value: Any) -> str:
+    """JSON as the published encoders write it: with blanks after comma and colon, not escaped."""
+    return json.dumps(value, ensure_ascii=False)
