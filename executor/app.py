@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -23,16 +23,15 @@ from rorqual.core.errors import ConfigError, InternalError
 from rorqual.telemetry import Telemetry
 from rorqual.v1 import common_pb2, executor_pb2
 
+from .gpu.backend import GpuBackend, why_not
 from .kv_cache import LatentCache
 from .link import PROTOCOL_VERSION, SchedulerLink
-from .memory import TOLERANCE, CachePlan, Ledger, MemoryMeter, cache_memory, device_name, plan_cache, total_bytes
-from .model.batch import Form, build_batch
+from .memory import TOLERANCE, CachePlan, Ledger, MemoryMeter, device_name, plan_cache, total_bytes
 from .model.config import ModelConfig, load_config
-from .model.deepseek import DeepseekModel
 from .observe import StepObserver
-from .order_loop import StepLimits
-from .step_loop import StepLoop
-from .weights import build_model, model_fingerprint, open_source, resolve_dtype
+from .order_loop import OrderLoop, StepLimits
+from .torch_backend import TorchBackend
+from .weights import model_fingerprint, open_source, resolve_dtype
 
 _log = logging.getLogger("executor")
 
@@ -42,11 +41,27 @@ SWITCH_INTERVAL_S = 50e-6
 the loop 5.2 ms each time it wants the interpreter back; at 50 us 0.2 ms.)"""
 
 
+class Backend(Protocol):
+    """How a model is computed: with torch, or with the compiled kernels."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def kv_room(self, config: ExecutorConfig, meter: MemoryMeter) -> int:
+        """Bytes left for the KV cache."""
+
+    def make_loop(self, cache: LatentCache, limits: StepLimits, *, traced: bool) -> OrderLoop:
+        """The loop over `cache`, not yet started."""
+
+    def warm_up(self, meter: MemoryMeter) -> None:
+        """What must run on the loop's thread before it steps."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     """A model with its memory, ready to be stepped."""
 
-    model: DeepseekModel
+    backend: Backend
     cache: LatentCache
     plan: CachePlan
     fingerprint: bytes
@@ -75,11 +90,18 @@ def prepare(config: ExecutorConfig) -> Prepared:
             path, dtype=dtype, device=device, load_format=config.load_format, seed=config.seed, progress=progress
         ) as source,
     ):
-        model = build_model(source, deterministic=config.deterministic)
+        reason = why_not(model_config, dtype, device)
+        backend: Backend
+        if reason:
+            backend = TorchBackend(source, config, num_threads(config))
+        else:
+            backend = GpuBackend(source, config, max_model_len)
+    if reason and device.type == "cuda":
+        _log.warning("the compiled kernels are not used: %s; PyTorch's operations are, which are slower", reason)
     is_dummy = config.load_format == "dummy"
     fingerprint = model_fingerprint(
         path,
-        model.config,
+        backend.config,
         dtype=dtype,
         kv_dtype=dtype,
         deterministic=config.deterministic,
@@ -91,12 +113,12 @@ def prepare(config: ExecutorConfig) -> Prepared:
         torch.cuda.empty_cache()  # what loading passed through
     meter.close("weights")
     plan = plan_cache(
-        block_bytes=LatentCache.block_bytes(model.config, dtype),
+        block_bytes=LatentCache.block_bytes(backend.config, dtype),
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
         is_len_fixed=is_len_fixed,
         kv_cache_bytes=config.kv_cache_bytes,
-        memory_bytes=cache_memory(device, config.gpu_memory_utilization),
+        memory_bytes=backend.kv_room(config, meter),
         takes_all=device.type == "cuda",
     )
     if plan.max_model_len < max_model_len:
@@ -105,19 +127,19 @@ def prepare(config: ExecutorConfig) -> Prepared:
             plan.max_model_len,
             max_model_len,
         )
-    cache = LatentCache(model.config, plan.num_blocks, dtype=dtype, device=device)
+    cache = LatentCache(backend.config, plan.num_blocks, dtype=dtype, device=device)
     meter.close("kv_cache", cache.bytes_per_block * cache.num_blocks)
     gc.freeze()  # nothing of the model will ever be garbage: collections need not look at it
     _log.info(
         "loaded %s from %s in %.1f s: %s, fingerprint %s",
-        model.config.model_type,
+        backend.config.model_type,
         path if not is_dummy else f"random numbers in the shape of {path}",
         time.monotonic() - started_s,
         str(dtype).removeprefix("torch."),
         fingerprint.hex()[:12],
     )
     return Prepared(
-        model=model,
+        backend=backend,
         cache=cache,
         plan=plan,
         fingerprint=fingerprint,
@@ -145,51 +167,33 @@ def num_threads(config: ExecutorConfig) -> int:
     return config.num_threads or len(os.sched_getaffinity(0))
 
 
-def warm_up(model: DeepseekModel, cache: LatentCache) -> None:
-    """One prefill and two decode steps on blocks that nobody holds yet.
-
-    Runs on the loop's thread, whose pool of compute threads it also starts.
-    """
-    table = torch.arange(min(2, cache.num_blocks), dtype=torch.int32)
-    length = min(BLOCK_SIZE, cache.num_blocks * BLOCK_SIZE - 1)
-    tokens = [i % model.config.vocab_size for i in range(length)]
-    one = ([1], length, table, Form.DECODE) if table.shape[0] > 1 else ([1], length - 1, table, Form.DECODE)
-    for batch in (
-        build_batch([(tokens, 0, table, Form.PREFILL)]),
-        build_batch([one]),
-        build_batch([one, ([2], 3, table, Form.DECODE)]),
-    ):
-        model.forward(batch, cache)
-
-
 async def serve(config: ExecutorConfig, prepared: Prepared, stop: asyncio.Event, ready_file: str = "") -> None:
     """Connect and step until `stop` is set. Raises LinkRefusedError, and InternalError if the step loop ended."""
     executor_id = uuid.uuid4().hex
     model_name = config.served_model_name or (Path(config.model) if config.model else SHIPPED_MODEL).resolve().name
     telemetry = Telemetry("executor", config.telemetry, instance=executor_id)
     observer = StepObserver(telemetry, model_name)
-    model, cache = prepared.model, prepared.cache
+    backend, cache = prepared.backend, prepared.cache
     limits = StepLimits(
-        vocab_size=model.config.vocab_size,
+        vocab_size=backend.config.vocab_size,
         max_model_len=prepared.plan.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         deterministic=config.deterministic,
     )
-    loop = StepLoop(model, cache, limits, num_threads=num_threads(config), traced=telemetry.enabled)
+    loop = backend.make_loop(cache, limits, traced=telemetry.enabled)
     event_loop = asyncio.get_running_loop()
     crashed: asyncio.Future[BaseException] = event_loop.create_future()
     loop.on_crash = lambda error: _set_from_thread(event_loop, crashed, error)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     tasks: list[asyncio.Future[Any]] = []
     try:
-        await asyncio.wrap_future(loop.start(lambda: warm_up(model, cache)))
-        prepared.meter.close("workspace")
+        await asyncio.wrap_future(loop.start(lambda: backend.warm_up(prepared.meter)))
         ledger = prepared.meter.ledger()
         log_ledger(ledger)
         hello = make_hello(
             config,
-            model.config,
+            backend.config,
             executor_id=executor_id,
             model_name=model_name,
             fingerprint=prepared.fingerprint,

@@ -77,6 +77,11 @@ class StepLimits:
         """Tokens of chunks a step: what is left when every sequence that may decode does."""
         return self.max_num_batched_tokens - self.max_num_seqs
 
+    @property
+    def max_chunks(self) -> int:
+        """Chunks a step: more only where most of them are shorter than a block and end no history."""
+        return self.max_num_batched_tokens // BLOCK_SIZE + 2 * self.max_num_seqs
+
 
 @dataclass(slots=True)
 class Chunk:
@@ -375,7 +380,7 @@ class OrderLoop(abc.ABC):
         if sequence.row >= 0:
             self._rows.remove(sequence)
         sequence.is_live = False
-        sequence.pending_logits = None
+        sequence.pending = None
         del self._sequences[sequence.seq_id]
         self.inventory.use(sequence.block_ids, self._now_us())
         if sequence.trace is not None:
@@ -405,7 +410,7 @@ class OrderLoop(abc.ABC):
         taken: list[Chunk] = []
         budget = self._limits.chunk_budget
         free_rows = self._rows.max_rows - self._rows.num_rows - len(self._ready)
-        while self._chunks:
+        while self._chunks and len(taken) < self._limits.max_chunks:
             chunk = self._chunks[0]
             if not chunk.sequence.is_live:
                 self._chunks.popleft()

@@ -86,6 +86,13 @@ class LogitAdjuster:
         self._seen[ids] = True
         np.add.at(self._counts, ids[num_prompt:], np.float32(1.0))
 
+    def history(self) -> tuple[Int64s, Int64s]:
+        """Every token that occurred, and the generated ones, as often as they did; empty where no penalty counts."""
+        if self._counts is None or self._seen is None:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        made = np.flatnonzero(self._counts)
+        return np.flatnonzero(self._seen), np.repeat(made, self._counts[made].astype(np.int64))
+
     def is_active(self, num_generated: int) -> bool:
         """Whether `adjust` would change anything when so many tokens have been generated."""
         return (

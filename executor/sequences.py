@@ -43,7 +43,7 @@ class Sequence:
         "num_blocks",
         "num_queued",
         "num_tokens",
-        "pending_logits",
+        "pending",
         "row",
         "stop_token_ids",
         "trace",
@@ -65,8 +65,9 @@ class Sequence:
         adjuster = LogitAdjuster(admit.sampling, vocab_size)
         self.adjuster = adjuster if adjuster.is_active(self.num_generated) else None
         self.observe(admit.known_token_ids, 0)
-        # Logits of the last row of a chunk that ends inside the prompt, until the next chunk says what follows it.
-        self.pending_logits: torch.Tensor | None = None
+        # Of the last row of a chunk that ends inside the prompt, until the next chunk says what follows it: its logits,
+        # or the state that they come from.
+        self.pending: torch.Tensor | None = None
         self.trace: SequenceTrace | None = None
 
     @property

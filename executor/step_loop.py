@@ -235,11 +235,11 @@ def _prompt_logprobs(chunk: Chunk, logits: torch.Tensor) -> LogprobItem:
     """
     sequence, count = chunk.sequence, logits.shape[0]
     rows, targets = logits, chunk.token_ids[1 : count + 1]
-    if sequence.pending_logits is not None:
-        rows, targets = torch.cat((sequence.pending_logits, logits)), chunk.token_ids[: count + 1]
-        sequence.pending_logits = None
+    if sequence.pending is not None:
+        rows, targets = torch.cat((sequence.pending, logits)), chunk.token_ids[: count + 1]
+        sequence.pending = None
     if rows.shape[0] > targets.size:
-        sequence.pending_logits = rows[-1:].clone()
+        sequence.pending = rows[-1:].clone()
     entries = token_logprobs(rows[: targets.size].cpu().numpy(), targets, sequence.num_prompt_logprobs or 0)
     return LogprobItem(sequence.seq_id, prompt=tuple(entries))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,6 +56,8 @@ class DecodeRows:
     def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device) -> None:
         self.max_rows = max_num_seqs
         self.max_blocks = max_blocks
+        self.on_join: Callable[[int, Sequence], None] = lambda slot, sequence: None
+        self.on_leave: Callable[[int, Sequence], None] = lambda slot, sequence: None
         self.sequences: list[Sequence] = []
         self._free = list(range(max_num_seqs))[::-1]
         num_state, num_tables = max_num_seqs * words.STATE_WORDS, max_num_seqs * max_blocks
@@ -128,6 +131,7 @@ class DecodeRows:
         self._touch(at, at + words.STATE_WORDS)
         self._write_limit(slot, sequence)
         self._write_table(slot, sequence, 0)
+        self.on_join(slot, sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """`sequence` leaves; the last row takes its row."""
@@ -136,6 +140,7 @@ class DecodeRows:
         sequence.num_tokens = int(self._positions[slot]) + 1
         sequence.last_token = int(self._tokens[slot])
         sequence.row = -1
+        self.on_leave(slot, sequence)
         self._occupied[slot] = False
         self._free.append(slot)
         moved = self.sequences.pop()
@@ -173,8 +178,13 @@ class DecodeRows:
         return int(at.size)
 
     @property
+    def num_pending_changes(self) -> int:
+        """At most so many words will `changes` write."""
+        return sum(end - start for start, end in self._dirty)
+
+    @property
     def max_changes(self) -> int:
-        return int(self._mirror.size)
+        return 2 * int(self._mirror.size)
 
     def take(self, launched: LaunchedRows, results: Int32s) -> ChosenTokens:
         """The rows got what `results` says (a token, NOT_RUN or UNSOUND a row); the host's columns move on."""

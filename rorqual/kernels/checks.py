@@ -30,7 +30,7 @@ def check(
         raise ValueError(f"{name}: needs to be on {device}, is on {tensor.device}")
     expected = 1
     for dim in range(tensor.dim() - 1, tensor.dim() - 1 - contiguous_dims, -1):
-        if tensor.shape[dim] != 1 and tensor.stride(dim) != expected:
+        if tensor.shape[dim] != 1 and tensor.stride(dim) != expected and tensor.numel():
             raise ValueError(
                 f"{name}: its last {contiguous_dims} dimensions must be contiguous, got strides {tensor.stride()}"
             )

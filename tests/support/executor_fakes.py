@@ -15,7 +15,7 @@ import torch
 
 from executor.inventory import InventoryEntry
 from executor.model.batch import BLOCK_SIZE, Form, ForwardBatch
-from executor.order_loop import StepLimits
+from executor.order_loop import OrderLoop, StepLimits
 from executor.orders import OrderBatch, read_batch
 from executor.step_loop import StepLoop
 from rorqual.core.token_ids import pack_token_ids, unpack_token_ids, unpack_uint64
@@ -209,11 +209,14 @@ class Driven:
             "max_num_batched_tokens": 264,
             **limits,
         }
-        self.loop = StepLoop(self.model, self.cache, StepLimits(**values), traced=traced)
+        self.loop = self.make_loop(StepLimits(**values), traced)
         self.errors: list[Exception] = []
         self.loop.on_order_error = self.errors.append
         self.received = Received()
         self.batch_ids = itertools.count(1)
+
+    def make_loop(self, limits: StepLimits, traced: bool) -> OrderLoop:
+        return StepLoop(self.model, self.cache, limits, traced=traced)
 
     def order(self, *orders: executor_pb2.Order) -> None:
         """One batch, to be applied at the next boundary."""

@@ -14,8 +14,28 @@ from executor.model.batch import BLOCK_SIZE, Form
 from executor.orders import OrderError, read_batch
 from rorqual.v1 import common_pb2, executor_pb2
 from tests.support.executor_fakes import VOCAB, Driven, FakeModel, admit, copy, drop, extend, label, prefill
+from tests.support.gpu_fakes import DrivenGpu
 
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
+
+
+KINDS: list[type[Driven]] = [Driven]
+
+
+@pytest.fixture(autouse=True, scope="module", params=[Driven, DrivenGpu], ids=["torch", "gpu"])
+def kind(request: pytest.FixtureRequest) -> None:
+    """Every test drives both loops."""
+    KINDS[0] = request.param
+
+
+def one_step_at_a_time() -> None:
+    """For a test that counts steps: a loop that launches ahead takes a step or two more."""
+    if KINDS[0] is DrivenGpu:
+        pytest.skip("counts steps")
+
+
+def driven(*args: object, **kwargs: object) -> Driven:
+    return KINDS[0](*args, **kwargs)  # type: ignore[arg-type]
 
 
 def prompt(n: int, seed: int = 0) -> list[int]:
@@ -27,7 +47,8 @@ def start(d: Driven, seq_id: int, tokens: Sequence[int], blocks: Sequence[int], 
 
 
 def test_a_sequence_runs_from_admission_to_its_budget() -> None:
-    d = Driven()
+    one_step_at_a_time()
+    d = driven()
     tokens = prompt(70)
     start(d, 1, tokens, [3, 5], max_total=100)
     assert d.run() == 30  # the chunk's step brings the first of 30 tokens
@@ -37,7 +58,8 @@ def test_a_sequence_runs_from_admission_to_its_budget() -> None:
 
 
 def test_the_first_token_comes_from_the_chunk_that_ends_the_history() -> None:
-    d = Driven()
+    one_step_at_a_time()
+    d = driven()
     tokens = prompt(100)
     d.order(admit(1, tokens, [0, 1], max_total=102), prefill(1, tokens, 0, 64))
     assert d.step(5) == 1  # nothing to do before the next chunk
@@ -49,7 +71,8 @@ def test_the_first_token_comes_from_the_chunk_that_ends_the_history() -> None:
 
 
 def test_chunks_run_in_order_whole_and_within_the_budget() -> None:
-    d = Driven(max_num_batched_tokens=108, max_num_seqs=8)  # 100 tokens of chunks a step
+    one_step_at_a_time()
+    d = driven(max_num_batched_tokens=108, max_num_seqs=8)  # 100 tokens of chunks a step
     a, b, c = prompt(60, 1), prompt(60, 2), prompt(30, 3)
     d.order(admit(1, a, [0]), prefill(1, a), admit(2, b, [1]), prefill(2, b), admit(3, c, [2]), prefill(3, c))
     d.step()
@@ -61,7 +84,7 @@ def test_chunks_run_in_order_whole_and_within_the_budget() -> None:
 
 
 def test_a_chunk_larger_than_a_step_is_refused() -> None:
-    d = Driven(max_num_batched_tokens=108, max_num_seqs=8)
+    d = driven(max_num_batched_tokens=108, max_num_seqs=8)
     tokens = prompt(101)
     start(d, 1, tokens, [0, 1])
     d.run()
@@ -69,7 +92,8 @@ def test_a_chunk_larger_than_a_step_is_refused() -> None:
 
 
 def test_consecutive_chunks_of_one_sequence_may_share_a_step() -> None:
-    d = Driven()
+    one_step_at_a_time()
+    d = driven()
     tokens = prompt(150)
     d.order(admit(1, tokens, [7, 2, 9], max_total=152), prefill(1, tokens, 0, 64), prefill(1, tokens, 64, 150))
     assert d.run() == 2
@@ -79,7 +103,7 @@ def test_consecutive_chunks_of_one_sequence_may_share_a_step() -> None:
 
 
 def test_it_pauses_at_its_limit_and_runs_on_after_an_extend() -> None:
-    d = Driven()
+    d = driven()
     tokens = prompt(60)
     start(d, 1, tokens, [0], max_total=140)
     d.run()
@@ -97,7 +121,7 @@ def test_it_pauses_at_its_limit_and_runs_on_after_an_extend() -> None:
 
 
 def test_a_pause_that_is_over_before_its_report_is_not_reported() -> None:
-    d = Driven()
+    d = driven()
     start(d, 1, prompt(60), [0], max_total=200)
     d.run()
     d.order(extend(1, [1], 128))
@@ -106,7 +130,7 @@ def test_a_pause_that_is_over_before_its_report_is_not_reported() -> None:
 
 
 def test_an_extend_before_the_limit_is_reached_costs_no_pause() -> None:
-    d = Driven()
+    d = driven()
     tokens = prompt(60)
     start(d, 1, tokens, [0], max_total=100)
     d.step(2)
@@ -117,7 +141,7 @@ def test_an_extend_before_the_limit_is_reached_costs_no_pause() -> None:
 
 
 def test_a_stop_token_ends_a_sequence_at_once_and_is_reported() -> None:
-    d = Driven()
+    d = driven()
     tokens = prompt(20)
     made = d.model.continuation(tokens, 50)
     stop = made[10]
@@ -129,7 +153,7 @@ def test_a_stop_token_ends_a_sequence_at_once_and_is_reported() -> None:
 
 
 def test_stop_tokens_are_impossible_before_min_tokens() -> None:
-    d = Driven()
+    d = driven()
     tokens = prompt(20)
     stop = d.model.continuation(tokens, 1)[0]
     start(d, 1, tokens, [0, 1], stop_token_ids=[stop], min_tokens=7, max_total=60)
@@ -140,7 +164,7 @@ def test_stop_tokens_are_impossible_before_min_tokens() -> None:
 
 
 def test_a_history_that_has_ended_is_answered_with_its_finish() -> None:
-    d = Driven()
+    d = driven()
     tokens = prompt(10)
     start(d, 1, tokens, [0], num_prompt=9, stop_token_ids=[tokens[-1]])
     start(d, 2, tokens, [1], max_total=10)
@@ -151,7 +175,8 @@ def test_a_history_that_has_ended_is_answered_with_its_finish() -> None:
 
 
 def test_a_dropped_sequence_writes_no_more_and_its_blocks_serve_another() -> None:
-    d = Driven()
+    one_step_at_a_time()
+    d = driven()
     a, b = prompt(40, 1), prompt(40, 2)
     start(d, 1, a, [0, 1])
     d.step(3)
@@ -164,7 +189,8 @@ def test_a_dropped_sequence_writes_no_more_and_its_blocks_serve_another() -> Non
 
 
 def test_a_drop_takes_queued_chunks_along() -> None:
-    d = Driven()
+    one_step_at_a_time()
+    d = driven()
     a, b = prompt(200, 1), prompt(40, 2)
     d.order(admit(1, a, [0, 1, 2, 3]), prefill(1, a, 0, 192), prefill(1, a, 192, 200), admit(2, b, [4], max_total=41))
     d.order(drop(1), prefill(2, b))
@@ -174,7 +200,7 @@ def test_a_drop_takes_queued_chunks_along() -> None:
 
 
 def test_orders_for_an_ended_sequence_do_nothing() -> None:
-    d = Driven()
+    d = driven()
     tokens = prompt(10)
     start(d, 1, tokens, [0], max_total=12)
     d.run()
@@ -185,7 +211,7 @@ def test_orders_for_an_ended_sequence_do_nothing() -> None:
 
 
 def test_a_batch_without_work_is_acknowledged() -> None:
-    d = Driven()
+    d = driven()
     d.order(drop(99))
     d.run()
     report = d.loop.outbox.take()
@@ -195,7 +221,7 @@ def test_a_batch_without_work_is_acknowledged() -> None:
 
 
 def test_a_full_decode_set_makes_the_next_chunk_wait() -> None:
-    d = Driven(max_num_seqs=2)
+    d = driven(max_num_seqs=2)
     for i in range(4):
         start(d, i, prompt(5, i), [i], max_total=5 + 10 + i)
     d.step(3)
@@ -233,7 +259,7 @@ def test_an_order_that_cannot_be_read_is_never_skipped(orders: list[executor_pb2
     ],
 )
 def test_an_impossible_order_ends_the_link(orders: list[executor_pb2.Order], text: str) -> None:
-    d = Driven()
+    d = driven()
     start(d, 77, [1, 2], [5], max_total=9)
     d.order(*orders)
     d.order(drop(77))
@@ -247,7 +273,7 @@ def test_an_impossible_order_ends_the_link(orders: list[executor_pb2.Order], tex
 
 
 def test_a_missing_batch_ends_the_link() -> None:
-    d = Driven()
+    d = driven()
     next(d.batch_ids)
     d.order(drop(1))
     d.run()
@@ -255,7 +281,7 @@ def test_a_missing_batch_ends_the_link() -> None:
 
 
 def test_a_numerical_fault_ends_that_sequence_alone() -> None:
-    d = Driven()
+    d = driven()
     a, b = prompt(30, 1), prompt(30, 2)
     d.order(label([0, 1], [b"a" * 32, b"b" * 32]))
     made = d.model.continuation(a, 6)
@@ -275,7 +301,7 @@ def test_a_numerical_fault_ends_that_sequence_alone() -> None:
 
 
 def test_a_copied_part_of_a_block_serves_a_sibling() -> None:
-    d = Driven()
+    d = driven()
     tokens = prompt(40)
     start(d, 1, tokens, [0, 1], max_total=50)
     d.step()
@@ -285,7 +311,7 @@ def test_a_copied_part_of_a_block_serves_a_sibling() -> None:
 
 
 def test_blocks_keep_their_labels_until_they_are_written() -> None:
-    d = Driven()
+    d = driven()
     hashes = [bytes([i]) * 32 for i in range(6)]
     d.order(label(range(6), hashes))
     d.run()
@@ -302,7 +328,7 @@ def test_blocks_keep_their_labels_until_they_are_written() -> None:
 
 
 def test_a_reset_drops_all_and_keeps_labels_and_memory() -> None:
-    d = Driven()
+    d = driven()
     tokens = prompt(70)
     start(d, 1, tokens, [0, 1], max_total=200)
     d.order(label([0], [b"h" * 32]))
@@ -316,7 +342,8 @@ def test_a_reset_drops_all_and_keeps_labels_and_memory() -> None:
 
 
 def test_reports_coalesce_while_the_wire_is_busy() -> None:
-    d = Driven()
+    one_step_at_a_time()
+    d = driven()
     a, b = prompt(10, 1), prompt(12, 2)
     start(d, 5, a, [0], max_total=30)
     d.step(4)
@@ -332,7 +359,7 @@ def test_reports_coalesce_while_the_wire_is_busy() -> None:
 
 def test_logprobs_of_tokens_and_prompt_whatever_the_chunks() -> None:
     tokens = prompt(130)
-    whole = Driven()
+    whole = driven()
     start(whole, 1, tokens, [0, 1, 2], max_total=135, logprobs=3, prompt_logprobs=2)
     whole.run()
     expected = whole.report()[1]
@@ -341,7 +368,7 @@ def test_logprobs_of_tokens_and_prompt_whatever_the_chunks() -> None:
     assert all(p.rank == 1 and len(p.top_logprobs) == 3 for p in expected.logprobs)
     assert all(len(p.top_token_ids) == 8 for p in expected.prompt_logprobs)
     assert all(p.logprob <= 0 for p in [*expected.logprobs, *expected.prompt_logprobs])
-    cut = Driven()
+    cut = driven()
     cut.order(
         admit(1, tokens, [0, 1, 2], max_total=135, logprobs=3, prompt_logprobs=2),
         *(prefill(1, tokens, s, min(s + 43, 130)) for s in range(0, 130, 43)),  # three share a step; the last is 1 long
@@ -349,14 +376,15 @@ def test_logprobs_of_tokens_and_prompt_whatever_the_chunks() -> None:
     cut.run()
     assert cut.report()[1].prompt_logprobs == expected.prompt_logprobs
     assert cut.report()[1].logprobs == expected.logprobs
-    again = Driven()
+    again = driven()
     start(again, 1, tokens, [0, 1, 2], max_total=132, prompt_logprobs=2, prompt_logprobs_delivered=True)
     again.run()
     assert again.report()[1].prompt_logprobs == again.report()[1].logprobs == []
 
 
 def test_deterministic_splits_a_history_between_the_forms() -> None:
-    d = Driven(deterministic=True)
+    one_step_at_a_time()
+    d = driven(deterministic=True)
     history = prompt(80)
     start(d, 1, history, [0, 1], num_prompt=70, max_total=82)
     d.step()
@@ -367,7 +395,7 @@ def test_deterministic_splits_a_history_between_the_forms() -> None:
 
 
 def test_deterministic_refuses_edges_that_another_run_would_not_have() -> None:
-    d = Driven(deterministic=True)
+    d = driven(deterministic=True)
     tokens = prompt(80)
     d.order(admit(1, tokens, [0, 1]), prefill(1, tokens, 0, 63))
     d.run()
@@ -394,12 +422,12 @@ SAMPLINGS = [
 @pytest.mark.parametrize("num_held", [1, 9, 40])
 def test_a_resume_continues_as_if_nothing_had_happened(sampling: dict[str, object], num_held: int) -> None:
     tokens = prompt(50)
-    one = Driven()
+    one = driven()
     start(one, 1, tokens, [0, 1], max_total=110, choice_index=3, **sampling)
     one.run()
     expected = one.report()[1].token_ids
     held = tokens + expected[:num_held]
-    two = Driven()
+    two = driven()
     start(two, 2, held, [4, 1], num_prompt=50, max_total=110, choice_index=3, **sampling)
     two.run()
     assert two.report()[2].token_ids == expected[num_held:]
@@ -427,7 +455,7 @@ def test_a_resume_continues_as_if_nothing_had_happened(sampling: dict[str, objec
 def test_tokens_do_not_depend_on_what_happens_around(data: st.DataObject) -> None:
     """Any mix of admissions, chunk edges, limits, drops and report times: each sequence gets its own tokens."""
     rng = random.Random(data.draw(st.integers(0, 2**32)))
-    d = Driven(num_blocks=128, max_num_seqs=rng.choice([1, 3, 8]), max_num_batched_tokens=rng.choice([80, 200]))
+    d = driven(num_blocks=128, max_num_seqs=rng.choice([1, 3, 8]), max_num_batched_tokens=rng.choice([80, 200]))
     free = list(range(128))
     rng.shuffle(free)
     tables: dict[int, list[int]] = {}
@@ -482,7 +510,7 @@ def test_tokens_do_not_depend_on_what_happens_around(data: st.DataObject) -> Non
 
 
 def test_columns_grow_with_long_tables_and_many_stop_tokens() -> None:
-    d = Driven(max_model_len=64, num_blocks=64)
+    d = driven(max_model_len=64, num_blocks=64)
     tokens = prompt(30)
     start(d, 1, tokens, list(range(8)), max_total=40, stop_token_ids=range(1000, 1020))
     start(d, 2, tokens, list(range(8, 12)), max_total=64)
@@ -492,7 +520,7 @@ def test_columns_grow_with_long_tables_and_many_stop_tokens() -> None:
 
 
 def test_what_spans_need_is_recorded_only_where_it_was_asked_for() -> None:
-    d = Driven(traced=True)
+    d = driven(traced=True)
     tokens = prompt(70)
     d.order(
         admit(1, tokens, [0, 1], max_total=75, traceparent="00-" + "1" * 32 + "-" + "2" * 16 + "-01"),
@@ -510,7 +538,7 @@ def test_what_spans_need_is_recorded_only_where_it_was_asked_for() -> None:
 
 
 def test_fake_model_sees_a_wrong_slot() -> None:
-    d = Driven(FakeModel())
+    d = driven(FakeModel())
     tokens = prompt(10)
     start(d, 1, tokens, [0], max_total=12)
     d.step()

@@ -1,0 +1,169 @@
+"""A step's prefill chunks as the kernels take them: rows, groups of segments, what attention must gather."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rorqual.core.blocks import BLOCK_SIZE
+from rorqual.kernels.prefill import plan_prefill
+
+from ..order_loop import Chunk, StepLimits
+from .model import ChunkRows, PrefillGroup, RecomputedRows
+from .rows import LaunchedRows
+from .upload import StepUpload
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """Rows of a chunk that say how likely the prompt's next tokens were."""
+
+    chunk: Chunk
+    start_row: int  # of the step
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    rows: ChunkRows
+    logit_rows: torch.Tensor  # int64, one for each row of the decode set: the step's row whose logits it chooses from
+    prompt_parts: Sequence[PromptPart]
+
+    @staticmethod
+    def max_words(limits: StepLimits, max_blocks: int) -> int:
+        """int32 words that a step's chunks may take in an upload, at most."""
+        rows = limits.max_num_batched_tokens
+        # A row has five words and, in the decode form, a length; a segment a table, two starts and the tiles of its
+        # rows, 8 words each, the last one of less than 128 rows. Each piece is aligned.
+        segments = 2 * limits.max_chunks
+        return 8 * rows + segments * (max_blocks + 32) + 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """Consecutive rows of one sequence in one form."""
+
+    row: int  # of the chunks' rows
+    start: int  # position
+    end: int
+    table: npt.NDArray[np.int32]
+
+    @property
+    def num_rows(self) -> int:
+        return self.end - self.start
+
+
+def plan_chunks(
+    chunks: Sequence[Chunk], launched: LaunchedRows, upload: StepUpload, limits: StepLimits, max_keys: int
+) -> ChunkPlan:
+    """Lay out the chunks' rows behind the decode rows, and put what the device needs into `upload`.
+
+    The tensors of the result are views of the upload's device memory: they hold once it was sent. `max_keys`: latents
+    that one call of the prefill form may expand; a single sequence never has more.
+    """
+    num_compute = launched.num_compute
+    num_rows = sum(chunk.num_tokens for chunk in chunks)
+    token_ids = np.empty(num_rows, np.int32)
+    positions = np.empty(num_rows, np.int64)
+    slots = np.empty(num_rows, np.int64)
+    logit_rows = np.arange(launched.num_rows, dtype=np.int64)
+    prefill: list[_Segment] = []
+    recomputed: list[_Segment] = []
+    prompt_parts: list[PromptPart] = []
+    row, joined = 0, num_compute
+    for chunk in chunks:
+        sequence, start, end = chunk.sequence, chunk.start, chunk.end
+        stop = row + chunk.num_tokens
+        table = sequence.block_table.numpy()
+        token_ids[row:stop] = chunk.token_ids
+        at = np.arange(start, end)
+        positions[row:stop] = at
+        slots[row:stop] = table[at // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + at % BLOCK_SIZE
+        edge = min(max(sequence.num_prompt_tokens, start), end) if limits.deterministic else end
+        if start < edge:
+            prefill.append(_Segment(row, start, edge, table))
+        if edge < end:
+            recomputed.append(_Segment(row + edge - start, edge, end, table))
+        if chunk.is_last and sequence.ended_before is None:
+            logit_rows[joined] = num_compute + stop - 1
+            joined += 1
+        if sequence.num_prompt_logprobs is not None:
+            # Row p says how likely the token at p + 1 was; beyond the prompt nobody asks.
+            count = max(min(end, sequence.num_prompt_tokens - 1) - start, 0)
+            prompt_parts.append(PromptPart(chunk, num_compute + row, count))
+        row = stop
+    rows = ChunkRows(
+        token_ids=_put(upload, token_ids, torch.int32),
+        positions=_put(upload, positions, torch.int64),
+        slot_mapping=_put(upload, slots, torch.int64),
+        prefill=[_group(part, num_compute, upload) for part in _cut(prefill, max_keys)],
+        recomputed=[
+            part for segment in recomputed for part in _recomputed(segment, num_compute, limits.max_num_seqs, upload)
+        ],
+    )
+    return ChunkPlan(rows, _put(upload, logit_rows, torch.int64), prompt_parts)
+
+
+def _cut(segments: Sequence[_Segment], max_keys: int) -> list[list[_Segment]]:
+    """Runs of adjacent segments that are attended to in one call: all with a cached prefix, or none, within
+    `max_keys`."""
+    groups: list[list[_Segment]] = []
+    num_keys = 0
+    for segment in segments:
+        last = groups[-1][-1] if groups else None
+        fits = (
+            last is not None
+            and (last.start > 0) == (segment.start > 0)
+            and last.row + last.num_rows == segment.row
+            and num_keys + segment.end <= max_keys
+        )
+        if not fits:
+            groups.append([])
+            num_keys = 0
+        groups[-1].append(segment)
+        num_keys += segment.end
+    return groups
+
+
+def _group(segments: Sequence[_Segment], num_compute: int, upload: StepUpload) -> PrefillGroup:
+    plan = plan_prefill([s.num_rows for s in segments], [s.end for s in segments])
+    start = num_compute + segments[0].row
+    end = start + sum(s.num_rows for s in segments)
+    plan = plan.on(_put(upload, plan.words, torch.int32))
+    if segments[0].start == 0:
+        return PrefillGroup(start, end, plan, plan.num_keys, None, None)
+    width = max(-(-s.end // BLOCK_SIZE) for s in segments)
+    tables = np.zeros((len(segments), width), np.int32)
+    for i, segment in enumerate(segments):
+        num_blocks = -(-segment.end // BLOCK_SIZE)
+        tables[i, :num_blocks] = segment.table[:num_blocks]
+    return PrefillGroup(
+        start,
+        end,
+        plan,
+        plan.num_keys,
+        _put(upload, tables, torch.int32).view(len(segments), width),
+        _put(upload, plan.k_starts, torch.int32),
+    )
+
+
+def _recomputed(segment: _Segment, num_compute: int, max_rows: int, upload: StepUpload) -> list[RecomputedRows]:
+    """The segment's rows as sequences of their own, of one query each; at most `max_rows` together."""
+    parts: list[RecomputedRows] = []
+    for first in range(segment.start, segment.end, max_rows):
+        last = min(first + max_rows, segment.end)
+        num_blocks = -(-last // BLOCK_SIZE)
+        table = _put(upload, segment.table[:num_blocks], torch.int32)
+        lens = _put(upload, np.arange(first + 1, last + 1, dtype=np.int32), torch.int32)
+        row = num_compute + segment.row + first - segment.start
+        parts.append(RecomputedRows(row, row + last - first, lens, table.expand(last - first, num_blocks)))
+    return parts
+
+
+def _put(upload: StepUpload, values: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
+    return upload.view(upload.put(values), values.size, dtype)

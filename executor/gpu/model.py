@@ -1,0 +1,328 @@
+"""The DeepSeek model in compiled kernels: rows that decode and rows of chunks, through all layers, to logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rorqual.kernels.elementwise import mla_store, rms_norm
+from rorqual.kernels.experts import make_experts_workspace, moe_combine, moe_experts
+from rorqual.kernels.linear import absorb_q, absorb_v, linear, linear_silu_mul, make_linear_workspace
+from rorqual.kernels.mla import make_workspace, mla_decode, plan_decode
+from rorqual.kernels.moe import route
+from rorqual.kernels.prefill import PrefillPlan, gather_latents, mla_prefill
+
+from ..model.mla import LATENT_NORM_EPS
+from .weights import GpuAttention, GpuDense, GpuLayer, GpuMoe, GpuWeights
+
+LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
+QK = NOPE + ROPE
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillGroup:
+    """Rows [start, end) of whole segments in the prefill form, attended to in one call."""
+
+    start: int
+    end: int
+    plan: PrefillPlan
+    num_keys: int  # over all segments
+    block_tables: torch.Tensor | None  # int32 [segments, n]; None: nothing is cached, the rows are the keys
+    k_starts: torch.Tensor | None  # int32 [segments + 1]
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputedRows:
+    """Rows [start, end) in the decode form: generated tokens of a history that is computed again."""
+
+    start: int
+    end: int
+    kv_lens: torch.Tensor  # int32 [rows]
+    block_tables: torch.Tensor  # int32 [rows, n]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRows:
+    """The rows of a step's chunks; they follow the rows that decode. Row numbers count from the step's first row."""
+
+    token_ids: torch.Tensor  # int32 [num_rows]
+    positions: torch.Tensor  # int64 [num_rows]
+    slot_mapping: torch.Tensor  # int64 [num_rows]
+    prefill: Sequence[PrefillGroup]
+    recomputed: Sequence[RecomputedRows]
+
+    @property
+    def num_rows(self) -> int:
+        return self.token_ids.shape[0]
+
+
+class GpuModel:
+    """Owns the step's buffers, made once; launches kernels on the current stream, allocates and waits for nothing.
+
+    Rows [0, num_decode) of a step decode: their embedding, positions, slots, lengths and tables are in the buffers
+    already (`step_prepare`). The chunks' rows follow.
+    """
+
+    def __init__(
+        self,
+        weights: GpuWeights,
+        *,
+        max_decode_rows: int,
+        max_rows: int,
+        max_keys: int,
+        max_blocks: int,
+        deterministic: bool,
+    ) -> None:
+        """`max_rows`: decode rows and chunk rows together; `max_keys`: latents expanded at a time by the prefill form;
+        `max_blocks`: of one sequence."""
+        config = weights.config
+        device = weights.embedding.device
+        self.weights = weights
+        self.config = config
+        self.device = device
+        self.deterministic = deterministic
+        self.max_keys = max_keys
+        heads, hidden = config.num_attention_heads, config.hidden_size
+        self.heads = heads
+
+        def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        qkv_width = max(layer.attention.qkv_a.shape[0] for layer in weights.layers)
+        self.x = empty(max_rows, hidden)
+        self.normed = empty(max_rows, hidden)
+        self.qkv = empty(max_rows, qkv_width)
+        lora = config.q_lora_rank
+        self.q_lora = None if lora is None else empty(max_rows, lora)
+        self.q = None if lora is None else empty(max_rows, heads * QK)
+        self.attended = empty(max_rows, heads * VALUE)
+        self.projected = empty(max_rows, hidden)
+        self.positions = empty(max_rows, dtype=torch.int64).zero_()
+        self.slot_mapping = empty(max_rows, dtype=torch.int64).fill_(-1)
+        # Of the decode form.
+        self.q_latent = empty(max_decode_rows, heads, LATENT)
+        self.o_latent = empty(max_decode_rows, heads, LATENT)
+        self.kv_lens = empty(max_decode_rows, dtype=torch.int32).zero_()
+        self.row_tables = empty(max_decode_rows, max_blocks, dtype=torch.int32).zero_()
+        self.q_starts = torch.arange(max_decode_rows + 1, dtype=torch.int32, device=device)
+        max_kv_len = max_blocks * 64
+        self.decode_workspace = make_workspace(
+            device,
+            max_batch=max_decode_rows,
+            num_heads=heads,
+            deterministic=deterministic,
+            max_kv_len=max_kv_len if deterministic else None,
+        )
+        # Of the prefill form.
+        self.latents = empty(max_rows, LATENT + ROPE)
+        self.gathered = empty(max_keys, LATENT + ROPE)
+        self.kv = empty(max_keys, heads, NOPE + VALUE)
+        # Of the feed-forward part.
+        dense = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, GpuDense)]
+        self.gated = empty(max_rows, dense[0].down.shape[1]) if dense else None
+        moe = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, GpuMoe)]
+        if moe:
+            self.router_logits = empty(max_rows, config.n_routed_experts, dtype=torch.float32)
+            self.experts_workspace = make_experts_workspace(
+                max_rows,
+                config.num_experts_per_tok + config.n_shared_experts,
+                config.n_routed_experts + config.n_shared_experts,
+                hidden,
+                config.moe_intermediate_size,
+                device,
+            )
+        self.linear_workspace = make_linear_workspace(device)
+
+    def forward(self, num_decode: int, chunks: ChunkRows | None, layer_caches: Sequence[torch.Tensor]) -> torch.Tensor:
+        """All layers for the step's rows, whose embeddings are in `x`; returns the final normed rows, [rows, hidden].
+
+        layer_caches: a layer's cache each, [num_blocks, 64, 576] bf16.
+        """
+        num_rows = num_decode + (chunks.num_rows if chunks is not None else 0)
+        if chunks is not None:
+            self.positions[num_decode:num_rows].copy_(chunks.positions)
+            self.slot_mapping[num_decode:num_rows].copy_(chunks.slot_mapping)
+        if num_decode:
+            plan_decode(self.decode_workspace, self.kv_lens[:num_decode], self.q_starts[: num_decode + 1])
+        layers, eps = self.weights.layers, self.config.rms_norm_eps
+        x, normed = self.x[:num_rows], self.normed[:num_rows]
+        rms_norm(x, layers[0].input_norm, eps, out=normed)
+        for i, (layer, cache) in enumerate(zip(layers, layer_caches, strict=True)):
+            projected = self._attention(layer.attention, num_decode, num_rows, chunks, cache)
+            rms_norm(projected, layer.post_attention_norm, eps, residual=x, out=normed)
+            self._feed_forward(layer, num_rows, layers[i + 1].input_norm if i + 1 < len(layers) else self.weights.norm)
+        return normed
+
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        """out = hidden times the head: hidden [n, hidden] bf16, out float32 [n, vocab]."""
+        self._linear(hidden, self.weights.head, out=out)
+
+    def _linear(
+        self, x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return linear(
+            x,
+            weight,
+            out=out,
+            out_dtype=out.dtype,
+            bias=bias,
+            deterministic=self.deterministic,
+            workspace=self.linear_workspace,
+        )
+
+    def _attention(
+        self, weights: GpuAttention, num_decode: int, num_rows: int, chunks: ChunkRows | None, cache: torch.Tensor
+    ) -> torch.Tensor:
+        """The attention part's output before the residual is added: [num_rows, hidden]."""
+        qkv = self._linear(self.normed[:num_rows], weights.qkv_a, out=self.qkv[:num_rows], bias=weights.qkv_a_bias)
+        q = qkv[:, : weights.q_width]
+        if weights.q_b is not None:
+            assert weights.q_norm is not None
+            assert self.q_lora is not None
+            assert self.q is not None
+            q = rms_norm(q, weights.q_norm, LATENT_NORM_EPS, out=self.q_lora[:num_rows])
+            q = self._linear(q, weights.q_b, out=self.q[:num_rows])
+        heads = _per_head(q, self.heads)
+        attended = self.attended[:num_rows]
+        mla_store(
+            cache,
+            qkv[:, weights.q_width : weights.q_width + LATENT],
+            qkv[:, weights.q_width + LATENT :],
+            q_pe=heads[..., NOPE:],
+            positions=self.positions[:num_rows],
+            slot_mapping=self.slot_mapping[:num_rows],
+            cos_sin=self.weights.cos_sin,
+            norm_weight=weights.kv_norm,
+            eps=LATENT_NORM_EPS,
+            latent_out=self.latents[:num_rows] if chunks is not None else None,
+        )
+        if num_decode:
+            self._attend_latents(
+                weights,
+                heads[:num_decode],
+                cache,
+                self.row_tables[:num_decode],
+                self.kv_lens[:num_decode],
+                attended[:num_decode],
+            )
+        if chunks is not None:
+            for group in chunks.prefill:
+                self._attend_expanded(weights, heads[group.start : group.end], group, cache, attended)
+            for rows in chunks.recomputed:
+                # (Planned for each layer: these rows are rare, and the workspace is the decode rows'.)
+                plan_decode(self.decode_workspace, rows.kv_lens, self.q_starts[: rows.end - rows.start + 1])
+                self._attend_latents(
+                    weights,
+                    heads[rows.start : rows.end],
+                    cache,
+                    rows.block_tables,
+                    rows.kv_lens,
+                    attended[rows.start : rows.end],
+                )
+            if chunks.recomputed and num_decode:
+                plan_decode(self.decode_workspace, self.kv_lens[:num_decode], self.q_starts[: num_decode + 1])
+        return self._linear(attended, weights.o, out=self.projected[:num_rows], bias=weights.o_bias)
+
+    def _attend_latents(
+        self,
+        weights: GpuAttention,
+        heads: torch.Tensor,
+        cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        kv_lens: torch.Tensor,
+        attended: torch.Tensor,
+    ) -> None:
+        """The absorbed form, a sequence a row. heads: [rows, heads, 192], turned; attended: [rows, heads * 128]."""
+        num_rows = heads.shape[0]
+        q_latent, o_latent = self.q_latent[:num_rows], self.o_latent[:num_rows]
+        absorb_q(heads[..., :NOPE], weights.w_uk, q_latent, deterministic=self.deterministic)
+        mla_decode(
+            q_latent,
+            heads[..., NOPE:],
+            cache,
+            block_tables=block_tables,
+            kv_lens=kv_lens,
+            q_starts=self.q_starts[: num_rows + 1],
+            workspace=self.decode_workspace,
+            softmax_scale=self.config.softmax_scale,
+            out=o_latent,
+        )
+        absorb_v(o_latent, weights.w_uv, attended, deterministic=self.deterministic)
+
+    def _attend_expanded(
+        self,
+        weights: GpuAttention,
+        heads: torch.Tensor,
+        group: PrefillGroup,
+        cache: torch.Tensor,
+        attended: torch.Tensor,
+    ) -> None:
+        """The expanded form over whole segments. heads: [rows, heads, 192], turned."""
+        if group.block_tables is None or group.k_starts is None:
+            latents = self.latents[group.start : group.end]
+        else:
+            latents = self.gathered[: group.num_keys]
+            gather_latents(cache, group.block_tables, group.k_starts, latents)
+        kv = self.kv[: group.num_keys]
+        self._linear(latents[:, :LATENT], weights.kv_b, out=kv.flatten(1))
+        mla_prefill(
+            heads,
+            kv,
+            latents[:, LATENT:],
+            _per_head(attended[group.start : group.end], self.heads),
+            group.plan,
+            scale=self.config.softmax_scale,
+        )
+
+    def _feed_forward(self, layer: GpuLayer, num_rows: int, next_norm: torch.Tensor) -> None:
+        """x += the feed-forward part; normed = x behind `next_norm`."""
+        config, mlp = self.config, layer.mlp
+        x, normed = self.x[:num_rows], self.normed[:num_rows]
+        if isinstance(mlp, GpuDense):
+            assert self.gated is not None
+            gated = linear_silu_mul(
+                normed,
+                mlp.gate_up,
+                out=self.gated[:num_rows],
+                deterministic=self.deterministic,
+                workspace=self.linear_workspace,
+            )
+            projected = self._linear(gated, mlp.down, out=self.projected[:num_rows])
+            rms_norm(projected, next_norm, config.rms_norm_eps, residual=x, out=normed)
+            return
+        logits = self.router_logits[:num_rows]
+        if mlp.router.dtype == torch.bfloat16:
+            self._linear(normed, mlp.router, out=logits)
+        else:
+            torch.mm(normed.float(), mlp.router.t(), out=logits)
+        topk_ids, topk_weights = route(
+            logits,
+            mlp.router_bias,
+            top_k=config.num_experts_per_tok,
+            scoring_func=config.scoring_func,
+            topk_method=config.topk_method,
+            n_group=config.n_group,
+            topk_group=config.topk_group,
+            norm_topk_prob=config.norm_topk_prob,
+            scale_normed=config.model_type == "deepseek_v3",
+            routed_scaling_factor=config.routed_scaling_factor,
+            num_shared=config.n_shared_experts,
+        )
+        moe_experts(normed, topk_ids, mlp.gate_up, mlp.down, self.experts_workspace, deterministic=self.deterministic)
+        moe_combine(
+            self.experts_workspace,
+            topk_weights,
+            x,
+            norm_weight=next_norm,
+            eps=config.rms_norm_eps,
+            normed_out=normed,
+        )
+
+
+def _per_head(x: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """[rows, heads * width], rows strided or not, as [rows, heads, width]."""
+    return x.as_strided(
+        (x.shape[0], num_heads, x.shape[1] // num_heads), (x.stride(0), x.shape[1] // num_heads, 1), x.storage_offset()
+    )

@@ -1,0 +1,118 @@
+"""Steps on a GPU: launched one ahead of the tokens that the host has seen."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..order_loop import LENGTH, STOP, Chunk, KvCache, OrderLoop, StepLimits
+from ..reports import StepOutput, StepStats
+from .engine import MAX_IN_FLIGHT, GpuEngine, LaunchedStep
+from .rows import ChosenTokens, DecodeRows
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    step: LaunchedStep
+    chunks: Sequence[Chunk]
+    started_s: float
+
+
+class GpuStepLoop(OrderLoop):
+    """Launches a step, then looks at the one before it."""
+
+    def __init__(
+        self,
+        engine: GpuEngine,
+        kv_cache: KvCache,
+        limits: StepLimits,
+        *,
+        traced: bool = False,
+        monotonic_s: Callable[[], float] = time.perf_counter,
+        time_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._engine = engine
+        self._decode: DecodeRows = engine.rows
+        self._in_flight: deque[_InFlight] = deque()
+        super().__init__(kv_cache, engine.rows, limits, traced=traced, monotonic_s=monotonic_s, time_ns=time_ns)
+
+    def _step(self, chunks: Sequence[Chunk]) -> None:
+        started_s = self._monotonic_s()
+        if not self._in_flight:
+            self._step_started_s = started_s
+        num_compute = self._decode.num_rows
+        for chunk in chunks:
+            sequence = chunk.sequence
+            sequence.observe(chunk.token_ids, chunk.start)
+            if chunk.is_last:
+                sequence.last_token = int(chunk.token_ids[-1])
+                if sequence.ended_before is None:
+                    self._decode.add(sequence)
+        step = self._engine.launch(chunks, num_compute)
+        self._in_flight.append(_InFlight(step, chunks, started_s))
+        if len(self._in_flight) >= MAX_IN_FLIGHT:
+            self._finish_step_in_flight()
+
+    def _finish_step_in_flight(self) -> bool:
+        if not self._in_flight:
+            return False
+        item = self._in_flight.popleft()
+        results, duration_s = self._engine.wait(item.step)
+        self._step_id += 1
+        output = StepOutput(self._step_id, duration_s, _NO_SEQ_IDS, _NO_TOKENS)
+        rows = item.step.rows
+        chosen = self._decode.take(rows, results)
+        output.logprobs += self._engine.logprobs(item.step, chosen)
+        for chunk in item.chunks:
+            self._finish_chunk(chunk, output)
+        self._finish_rows(item, chosen, output)
+        self._step_started_s = self._in_flight[0].started_s if self._in_flight else 0.0
+        self.outbox.add_step(output)
+        self.stats.append(
+            StepStats(duration_s, sum(chunk.num_tokens for chunk in item.chunks), rows.num_compute, rows.num_rows)
+        )
+        self.on_output()
+        return True
+
+    def _finish_chunk(self, chunk: Chunk, output: StepOutput) -> None:
+        sequence = chunk.sequence
+        if not sequence.is_live:
+            return
+        output.computed[sequence.seq_id] = chunk.end
+        if sequence.trace is not None:
+            self._trace_chunk(sequence.trace, chunk)
+        if not chunk.is_last:
+            return
+        if sequence.ended_before is not None:
+            self._finish(sequence, STOP if sequence.ended_before == "stop" else LENGTH, output)
+        elif sequence.trace is not None:
+            sequence.trace.events.append(("first_token", self._time_ns(), {"step_id": self._step_id}))
+
+    def _finish_rows(self, item: _InFlight, chosen: ChosenTokens, output: StepOutput) -> None:
+        """Tokens into the report; rows that met their end, or their limit, leave."""
+        rows, sound = item.step.rows, chosen.sound
+        if sound.all():
+            output.seq_ids, output.token_ids = rows.seq_ids[chosen.rows], chosen.token_ids
+        else:
+            output.seq_ids, output.token_ids = rows.seq_ids[chosen.rows[sound]], chosen.token_ids[sound]
+        self._engine.observe(item.step, chosen)
+        for i in np.flatnonzero(chosen.halted).tolist():
+            sequence = rows.sequences[chosen.rows[i]]
+            if not sound[i]:
+                self._fault(sequence, self._decode.position_of(sequence) - 1, output)
+            elif chosen.stopped[i]:
+                self._finish(sequence, STOP, output)
+            elif chosen.spent[i]:
+                self._finish(sequence, LENGTH, output)
+            else:
+                self._decode.remove(sequence)
+                sequence.is_paused = True
+                output.paused.append(sequence.seq_id)
+
+
+_NO_SEQ_IDS = np.zeros(0, np.uint64)
+_NO_TOKENS = np.zeros(0, np.int64)
