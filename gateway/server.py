@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rorqual.core.config import GatewayConfig
 from rorqual.core.errors import ConfigError
+from rorqual.core.garbage import collect_seldom
 
 from .app import Gateway
 from .failures import Failure
@@ -174,6 +175,7 @@ async def serve(config: GatewayConfig, gateway: Gateway, *, port_file: str = "")
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.005)
+        collect_seldom()
         host = f"[{config.host}]" if ":" in config.host else config.host
         _log.info("listening on http://%s:%d", host, port)
         if port_file:

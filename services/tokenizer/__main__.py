@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rorqual.core.config import TokenizerConfig
 from rorqual.core.errors import RorqualError
+from rorqual.core.garbage import collect_seldom
 from rorqual.telemetry import setup_logging
 
 _PROG = "python -m services.tokenizer"
@@ -28,6 +29,7 @@ async def serve(config: TokenizerConfig, port_file: str) -> None:
     app = TokenizerApp(config)
     try:
         port = await app.start()
+        collect_seldom()
         host = config.listen.rpartition(":")[0]
         if port_file:
             write_port(Path(port_file), port)
