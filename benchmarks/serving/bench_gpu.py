@@ -48,6 +48,8 @@ from rorqual.launch import Stack, StackError, make_plan  # noqa: E402
 SHAPE = Path(__file__).parent / "shapes" / "deepseek-v2-lite"
 RESULTS = ROOT / "benchmarks" / "results"
 LONG = (8192, 256, 16)  # input tokens, output tokens, concurrency
+REACH = {1: 1.25, 8: 1.1, 16: 1.1, 32: 1.1, 64: 1.05, 128: 1.05, 256: 1.0}
+"""Ratios to the peer that each concurrency should reach at least; the long point 1.1 too."""
 GPU_SETTINGS = {
     "device": "cuda",
     "load_format": "dummy",
@@ -503,6 +505,24 @@ class Record:
             self._path.write_text(json.dumps(self.value, indent=1) + "\n")
 
 
+def shortfalls(record: dict[str, Any]) -> list[str]:
+    """Where ours is below what it should reach, or worse than the peer in TTFT or peak memory."""
+    found = []
+    for row in record["serving"]:
+        ours, peer = row.get("ours"), row.get("peer")
+        if ours is None or peer is None:
+            continue
+        name = f"{row['input_len']}/{row['output_len']}@{row['concurrency']}"
+        reach = REACH.get(row["concurrency"], 1.0) if row["input_len"] != LONG[0] else 1.1
+        if row["ratio"] < reach:
+            found.append(f"{name}: {row['ratio']:.3f} of the peer's tokens a second, {reach} to reach")
+        if ours["ttft_ms"]["mean"] > peer["ttft_ms"]["mean"]:
+            found.append(f"{name}: TTFT {ours['ttft_ms']['mean']:.1f} ms, the peer's {peer['ttft_ms']['mean']:.1f}")
+        if (ours.get("peak_gib") or 0) > peer["peak_gib"]:
+            found.append(f"{name}: peak {ours['peak_gib']} GiB, the peer's {peer['peak_gib']}")
+    return found
+
+
 def plot(record: dict[str, Any], path: Path) -> None:
     """Tokens a second and time per token over concurrency, ours and the peer's."""
     import matplotlib
@@ -566,7 +586,7 @@ def part(args: Any, record: Record, settings: dict[str, Any], work: Callable[[Se
                 uvloop.run(work(server, gpu))
                 executors = server.executors()
                 record.value["executors"] = executors
-                memory = executors[0].get("memory", {})
+                memory = executors[0].get("memory", {}) if executors else {}
                 if gpu.peak_bytes and memory:
                     entries = ("context", "weights", "workspace", "graphs", "kv_cache", "other")
                     ledger = sum(int(memory.get(f"{entry}_bytes", 0)) for entry in entries)
@@ -658,6 +678,8 @@ def main() -> None:
     record.write()
     if args.plot is not None:
         plot(record.value, args.plot)
+    for line in shortfalls(record.value):
+        print(f"short: {line}")
     print(json.dumps(record.value))
     if record.value.get("soak", {}).get("faults") and args.soak:
         raise SystemExit("the soak found faults")
