@@ -23,9 +23,10 @@ extern "C" int rorqual_step_prepare(const RorqualStepPrepare* a, void* stream) {
   RORQUAL_REQUIRE(a->hidden >= 8 && a->hidden % 8 == 0,
                   "step_prepare: hidden must be a multiple of 8, got " + std::to_string(a->hidden));
   if (a->num_rows == 0) return 0;
-  RORQUAL_REQUIRE(a->slots && a->state && a->block_tables && a->embedding && a->x && a->positions && a->slot_mapping &&
-                      a->kv_lens && a->row_tables && a->new_positions && a->active,
-                  "step_prepare: no pointer may be NULL");
+  RORQUAL_REQUIRE(a->slots && a->state && a->block_tables && a->embedding && a->new_positions && a->active,
+                  "step_prepare: slots, state, block_tables, embedding, new_positions and active must not be NULL");
+  RORQUAL_REQUIRE(a->num_compute_rows == 0 || (a->x && a->positions && a->slot_mapping && a->kv_lens && a->row_tables),
+                  "step_prepare: x, positions, slot_mapping, kv_lens and row_tables must not be NULL");
   RORQUAL_REQUIRE(aligned(a->embedding, 16) && aligned(a->x, 16), "step_prepare: embedding and x must be 16-byte aligned");
   const rorqual::StepPrepareParams p{static_cast<const int*>(a->slots),
                                      static_cast<const int*>(a->state),
