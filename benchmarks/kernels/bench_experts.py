@@ -91,9 +91,13 @@ class ExpertsBench:
             for name, step in zip(by_stage, [*steps, combine], strict=True):
                 by_stage[name].append(step)
             num_bytes += ids.unique().numel() * 3 * WIDTH * HIDDEN * 2 + 4 * num_tokens * HIDDEN * 2
+        run_all(whole)
+        error = self.error(x, ids, ws)
+        if not error < 5e-3:
+            print(f"WRONG: {num_tokens} tokens, {options}, packed {packed}: error {error}", flush=True)
+            return
         notes = dict(options) | ({"packed": packed} if packed else {})
         if stages:
-            run_all(whole)
             for name, calls in by_stage.items():
                 notes[f"{name}_us"] = round(statistics.median(times_us(calls, replays=7)), 2)
         self.bench.report(
@@ -105,6 +109,19 @@ class ExpertsBench:
             peer_us=None if shared else PEER_US.get(num_tokens),
             **notes,
         )
+
+    def error(self, x: torch.Tensor, ids: torch.Tensor, ws: experts.ExpertsWorkspace) -> float:
+        """Of one token's outputs in the workspace, against float64."""
+        token = x.shape[0] // 2
+        worst = 0.0
+        for choice, expert in enumerate(ids[token].tolist()):
+            gate, up = experts.unpack_gate_up(self.gate_up[expert].double())
+            row = x[token].double()
+            want = self.down[expert].double() @ (torch.nn.functional.silu(gate @ row) * (up @ row))
+            got = ws.y[ws.row_of[token * ids.shape[1] + choice].long()].double()
+            error = float((got - want).norm() / want.norm())
+            worst = worst if error <= worst else error  # NaN too
+        return worst
 
 
 def run_all(calls: list[Callable[[], Any]]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -225,7 +226,7 @@ def experts_stages(
         num_ctas=ws.num_ctas,
     )
     names = ("rorqual_experts_plan", "rorqual_experts_gate_up", "rorqual_experts_down")
-    return [partial(_call_stage, library, name, args, device) for name in names]
+    return [partial(_call_stage, library, name, args, (x, topk_ids, gate_up, down, ws)) for name in names]
 
 
 def moe_combine(
@@ -280,8 +281,9 @@ def moe_combine(
     library.call("rorqual_experts_combine", args, current_stream(device))
 
 
-def _call_stage(library: KernelLibrary, name: str, args: ExpertsArgs, device: torch.device) -> None:
-    library.call(name, args, current_stream(device))
+def _call_stage(library: KernelLibrary, name: str, args: ExpertsArgs, owners: tuple[Any, ...]) -> None:
+    """owners: x first, and whatever else the args point to, kept alive for stages that are called later, or again."""
+    library.call(name, args, current_stream(owners[0].device))
 
 
 def _check_sizes(hidden: int, width: int) -> None:

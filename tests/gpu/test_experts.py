@@ -93,10 +93,10 @@ def got_y(layer: Layer, ids: torch.Tensor) -> torch.Tensor:
 def check_y(layer: Layer, x: torch.Tensor, ids: torch.Tensor) -> None:
     want, got = wanted_y(layer, x, ids), got_y(layer, ids).float()
     assert torch.isfinite(got).all()
-    # bf16 rounds y once: 2^-9 / sqrt(3) = 1.1e-3 of a row's norm. h is rounded in both, and where the two float32 sums
-    # straddle a rounding boundary it differs by a bf16 step, in few of the values.
+    # bf16 rounds y once: 1.7e-3 of a row's norm on average. h is rounded in both, and where the two float32 sums lie on
+    # either side of a boundary it differs by a bf16 step, 2^-8 of the value: seldom, but of 128 values one weighs.
     error = (got - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-30)
-    assert float(error.max() if error.numel() else 0.0) < 2.5e-3
+    assert float(error.max() if error.numel() else 0.0) < 4e-3
 
 
 def randn(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -260,8 +260,8 @@ def test_combine(layer: Layer, library: KernelLibrary, generator: torch.Generato
     )
     y = torch.where(row_of[..., None] >= 0, ws.y[row_of.clamp(min=0).long()].double(), 0.0)
     want = base[:, : layer.hidden].double() + (y * weights[..., None].double()).sum(1)
-    # Rounded once to bf16: half a step, 2^-9 of the value, plus float32 sums' own error near cancellation.
-    torch.testing.assert_close(residual[:, : layer.hidden].double(), want, rtol=2.0**-8.9, atol=1e-5)
+    # Rounded once to bf16: half a step, up to 2^-8 of the value, plus float32 sums' own error near cancellation.
+    torch.testing.assert_close(residual[:, : layer.hidden].double(), want, rtol=2.0**-7.99, atol=1e-5)
     assert torch.equal(residual[:, layer.hidden :], base[:, layer.hidden :])
     want_normed = elementwise.rms_norm(residual[:, : layer.hidden].contiguous(), norm_weight, 1e-6, library=library)
     assert torch.equal(normed[:, : layer.hidden], want_normed)
