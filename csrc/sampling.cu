@@ -138,7 +138,7 @@ __device__ void finish_row(const SampleParams& p, int r, const UnitStats* units,
 }
 
 __global__ void __launch_bounds__(kScanWarps* kWarpSize, 3) sample_scan_kernel(const SampleParams p) {
-  const int lane = threadIdx.x % kWarpSize, unit = blockIdx.x * kScanWarps + threadIdx.x / kWarpSize, r = blockIdx.y;
+  const int lane = threadIdx.x % kWarpSize, unit = (blockIdx.x * blockDim.x + threadIdx.x) / kWarpSize, r = blockIdx.y;
   const float* logits = p.logits + r * p.logits_stride;
   let_dependents_launch();
   wait_for_previous_kernel();

@@ -142,7 +142,7 @@ struct Select {
       low = shift;
       const uint32_t bin_count = s.bin_count;
       const uint64 bin_weight = s.bin_weight;
-      const uint32_t last = static_cast<uint32_t>(((uint64{prefix} + 1) << shift) - 1);
+      const uint32_t last = static_cast<uint32_t>(min(((uint64{prefix} + 1) << shift) - 1, uint64{range}));
       if (bin_count == 1 || (!kByWeight && need == bin_count)) return {last, kAll, weight_before + bin_weight};
       if (shift == 0) {
         const uint64 each = kWeights ? bin_weight / bin_count : 0;  // equal tokens, equal weights

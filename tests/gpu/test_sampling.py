@@ -254,9 +254,10 @@ def test_flat_rows_with_hardly_anything_cut(
 ) -> None:
     specs = [SamplingSpec(temperature=2.0, top_p=0.99, seed=s) for s in range(8)]
     specs += [SamplingSpec(temperature=2.0, top_p=0.999, top_k=100_000, seed=s) for s in range(8)]
-    batch = make_batch(random_logits(generator, 16, 129280, scale=0.5), specs)
+    specs += [SamplingSpec(temperature=1.3, top_p=0.999999, top_k=1000, seed=s) for s in range(24)]
+    batch = make_batch(random_logits(generator, 40, 129280, scale=0.5), specs)
     batch.run(library)
-    check_rows(batch, [batch.adjusted(r) for r in range(16)])
+    check_rows(batch, [batch.adjusted(r) for r in range(40)])
 
 
 @pytest.mark.parametrize("vocab_size", [64, 8191, 102400])
