@@ -16,7 +16,7 @@ VENV := .venv/bin
 PYTHON_PACKAGES := rorqual services gateway executor
 export PYTHON TORCH_INDEX
 
-.PHONY: help serve test test-gpu lint types protos check-protos kernels bench-cpu bench-gpu eval-tiny setup setup-dev clean
+.PHONY: help serve test test-gpu lint types protos check-protos kernels bench-cpu bench-gpu bench-formats eval-tiny setup setup-dev clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -65,6 +65,9 @@ bench-gpu: setup-dev kernels  ## kernels against their rooflines, then serving, 
 	@$(VENV)/python benchmarks/kernels/bench.py --out benchmarks/results/h200-kernels.json
 	@$(VENV)/python benchmarks/serving/bench_gpu.py --long --kernels benchmarks/results/h200-kernels.json \
 	    --out benchmarks/results/h200-v2lite.json --plot docs/h200-v2lite.png $(FLAGS)
+
+bench-formats: setup-dev  ## CPU time a token of the chat formats' parsers, and of a prompt of 100k tokens
+	@PYTHONPATH=. $(VENV)/python benchmarks/formats/bench_formats.py $(FLAGS)
 
 eval-tiny: setup-dev  ## scores of the embedded model
 	@$(VENV)/python models/tiny/evaluate.py $(FLAGS)

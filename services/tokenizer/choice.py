@@ -60,7 +60,7 @@ class Piece:
         return "".join(self.parts)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Output:
     """What a run of tokens brought."""
 

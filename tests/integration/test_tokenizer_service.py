@@ -4,147 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from rorqual.core.config import TokenizerConfig
 from rorqual.core.errors import QueueFullError
 from rorqual.core.token_ids import pack_token_ids, unpack_token_ids
 from rorqual.rpc.channel import open_channel
 from rorqual.rpc.status import from_rpc_error
 from rorqual.v1 import common_pb2, generation_pb2, text_pb2, text_pb2_grpc
-from services.tokenizer.app import TokenizerApp
 from services.tokenizer.decoder import decode_all
 from tests.support.scripted_scheduler import Script, ScriptedScheduler
+from tests.support.text_service import (
+    EOS,
+    Heard,
+    chat,
+    complete,
+    failure,
+    hear,
+    pieces,
+    serving,
+    steps,
+    wait_for_health,
+)
 from tests.support.vocabularies import TINY_FOLDER, tiny, v4, v4_folder
 
-EOS = 1
 V4_TEMPLATE = "{{ bos_token }}{% for m in messages %}<｜User｜>{{ m.content }}<｜Assistant｜>{% endfor %}{% if thinking %}<think>{% endif %}"
-
-
-@dataclass
-class Stack:
-    scheduler: ScriptedScheduler
-    app: TokenizerApp
-    stub: text_pb2_grpc.TextServiceStub
-    channel: grpc.aio.Channel
-    port: int
-
-
-@asynccontextmanager
-async def serving(
-    script: Callable[[generation_pb2.GenerateRequest], Script],
-    *,
-    model: Path = TINY_FOLDER,
-    exporter: InMemorySpanExporter | None = None,
-    peer_timeout_s: float = 10.0,
-    scheduler: ScriptedScheduler | None = None,
-    **config: Any,
-) -> AsyncIterator[Stack]:
-    """A tokenizer before a scripted scheduler; serving by the time it is given."""
-    vocab_size = 129_280 if model == v4_folder() else 8192
-    scheduler = scheduler or ScriptedScheduler(script, vocab_size=vocab_size)
-    port = await scheduler.start()
-    app = TokenizerApp(
-        TokenizerConfig(
-            listen="127.0.0.1:0",
-            scheduler=f"127.0.0.1:{port}",
-            model=str(model),
-            peer_timeout_s=peer_timeout_s,
-            **config,
-        ),
-        span_exporter=exporter,
-    )
-    text_port = await app.start()
-    channel = open_channel(f"127.0.0.1:{text_port}")
-    try:
-        await wait_for_health(channel, serving=True)
-        yield Stack(scheduler, app, text_pb2_grpc.TextServiceStub(channel), channel, text_port)
-    finally:
-        await channel.close()
-        await app.stop(0)
-        await scheduler.stop()
-
-
-async def wait_for_health(channel: grpc.aio.Channel, *, serving: bool, timeout_s: float = 10.0) -> None:
-    wanted = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-    health = health_pb2_grpc.HealthStub(channel)
-    request = health_pb2.HealthCheckRequest(service="rorqual.v1.TextService")
-    async with asyncio.timeout(timeout_s):
-        while (await health.Check(request, wait_for_ready=True)).status != wanted:
-            await asyncio.sleep(0.02)
-
-
-@dataclass
-class Heard:
-    """A request's events, gathered."""
-
-    accepted: text_pb2.Accepted = field(default_factory=text_pb2.Accepted)
-    token_ids: dict[int, list[int]] = field(default_factory=dict)
-    content: dict[int, str] = field(default_factory=dict)
-    reasoning: dict[int, str] = field(default_factory=dict)
-    deltas: list[str] = field(default_factory=list)
-    logprobs: list[text_pb2.TokenLogprobText] = field(default_factory=list)
-    echo: list[text_pb2.PromptEcho] = field(default_factory=list)
-    finished: dict[int, text_pb2.ChoiceFinished] = field(default_factory=dict)
-    usage: text_pb2.Usage = field(default_factory=text_pb2.Usage)
-    kinds: list[str | None] = field(default_factory=list)
-
-    def add(self, events: Iterable[text_pb2.TextEvent]) -> None:
-        for event in events:
-            kind = event.WhichOneof("event")
-            self.kinds.append(kind)
-            index = event.choice_index
-            assert index not in self.finished or kind == "usage", "an event after the choice's end"
-            self.token_ids.setdefault(index, []).extend(unpack_token_ids(event.token_ids))
-            self.logprobs.extend(event.logprobs)
-            if kind == "accepted":
-                self.accepted.CopyFrom(event.accepted)
-            elif kind in ("content", "reasoning"):
-                text = getattr(event, kind)
-                texts = getattr(self, kind)
-                texts[index] = texts.get(index, "") + text
-                self.deltas.append(text)
-            elif kind == "echo":
-                self.echo.append(event.echo)
-            elif kind == "finished":
-                self.finished[index] = event.finished
-            elif kind == "usage":
-                self.usage.CopyFrom(event.usage)
-
-
-async def hear(call: Any, heard: Heard | None = None) -> Heard:
-    heard = heard or Heard()
-    while (response := await call.read()) is not grpc.aio.EOF:
-        heard.add(response.events)
-    return heard
-
-
-def chat(content: str = "hello", **options: Any) -> text_pb2.ChatRequest:
-    return text_pb2.ChatRequest(
-        options=text_pb2.TextOptions(**options), messages=[text_pb2.ChatMessage(role="user", content=content)]
-    )
-
-
-def complete(text: str = "Once upon", *, echo: bool = False, **options: Any) -> text_pb2.CompleteRequest:
-    return text_pb2.CompleteRequest(options=text_pb2.TextOptions(**options), text=text, echo=echo)
-
-
-def steps(token_ids: Sequence[int], size: int = 1) -> Script:
-    return Script([token_ids[n : n + size] for n in range(0, len(token_ids), size)])
-
-
-def pieces(texts: Sequence[str]) -> Script:
-    """One step for each text, which must be a single token or several."""
-    return Script([tiny().encode(text) for text in texts])
 
 
 async def test_a_chat_from_first_event_to_usage() -> None:
@@ -441,12 +329,6 @@ async def test_a_resume_of_another_prompt_is_refused() -> None:
         bad.options.resume.choices.add(choice_index=1)
         assert (await failure(stack.stub.Chat(bad))).reason == "INVALID_RESUME"
     assert error.reason == "PROMPT_DIGEST_MISMATCH"
-
-
-async def failure(call: Any) -> Any:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await hear(call)
-    return from_rpc_error(caught.value)
 
 
 async def test_refusals_name_the_field() -> None:

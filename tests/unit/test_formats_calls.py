@@ -283,26 +283,36 @@ def test_blanks_around_calls() -> None:
     assert whole("deepseek-v4", "a\n\n\n" + block("deepseek-v4", [("f", {})])[2:]).content == "a\n"
 
 
-FRAGMENTS = {
-    "block": [CALLS, CALL, SEP, END, "<｜tool▁calls▁end｜>", "function", "f", "\n```json\n", "{}", "\n```", "\n", " "],
-    "dsml": [
-        "｜DSML｜", "<", "</", "\n", "\n\n", ">", "tool_calls>", 'invoke name="f">', "invoke>", 'parameter name="a"',
-        ' string="true">', ' string="false">', "parameter>", "1", "x", " ", "<｜DSML｜", "</｜DSML｜",
-    ],
-    "kimi": [
-        "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.f:0", "<|tool_call_argument_begin|>", "{}",
-        "<|tool_call_end|>", "<|tool_calls_section_end|>", " ", "x",
-    ],
-}  # fmt: skip
+BLOCK_FRAGMENTS = [
+    CALLS, CALL, SEP, END, "<｜tool▁calls▁end｜>", "function", "f", "\n```json\n", "{}", "\n```", "\n", " "
+]  # fmt: skip
+KIMI_FRAGMENTS = [
+    "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.f:0", "<|tool_call_argument_begin|>", "{}",
+    "<|tool_call_end|>", "<|tool_calls_section_end|>", " ", "x",
+]  # fmt: skip
+
+
+def fragments(format_name: str) -> list[str]:
+    """Pieces of a format's syntax, and whole blocks."""
+    shape = FORMATS[format_name].shape
+    if shape is None:
+        return BLOCK_FRAGMENTS
+    blocks = [block(format_name, [("f", arguments)]) for arguments in ({}, {"a": "x"})]
+    if shape.arguments == "json":
+        return [*(KIMI_FRAGMENTS if format_name.startswith("kimi") else BLOCK_FRAGMENTS), *blocks]
+    name = shape.end.removeprefix("</｜DSML｜")
+    prefix = " " if name.startswith(" ") else ""
+    inner = ('invoke name="f">', "invoke>", 'parameter name="a"', "parameter>")
+    return [
+        "｜DSML｜", "<", "</", "<｜DSML｜", "</｜DSML｜", "\n", "\n\n", ">", name, *(f"{prefix}{tag}" for tag in inner),
+        ' string="true">', ' string="false">', "1", "x", *blocks,
+    ]  # fmt: skip
+
+
 COMMON = ["<think>", "</think>", "a", "\n", " "]
 NUM_SPLITS = 100_000
 SYNTAXES = ["deepseek-v2", "deepseek-v3", "deepseek-v3.2", "deepseek-v4", "deepseek-v4.1", "kimi-k2"]
 """One format for each syntax that is read; the others share theirs."""
-
-
-def family(format_name: str) -> str:
-    shape = FORMATS[format_name].shape
-    return "kimi" if format_name.startswith("kimi") else "dsml" if shape and shape.arguments == "dsml" else "block"
 
 
 @pytest.mark.parametrize("format_name", SYNTAXES)
@@ -310,15 +320,11 @@ def test_random_pieces_of_random_answers(format_name: str) -> None:
     """Whatever is written, and however it is cut: the same answer, no sentinel in it, and nothing raised."""
     rng = random.Random(format_name)
     syntax = syntax_of(format_name)
-    prefix = " " if format_name == "deepseek-v4.1" else ""
-    fragments = [*(part.replace("｜DSML｜", f"｜DSML｜{prefix}") for part in FRAGMENTS[family(format_name)]), *COMMON]
-    parts = [stream_text(format_name, part.replace("tool_calls>", "calls>" if prefix else part)) for part in fragments]
-    if FORMATS[format_name].shape is not None:
-        parts += [stream_text(format_name, block(format_name, [("f", arguments)])) for arguments in ({}, {"a": "x"})]
+    parts = [stream_text(format_name, part) for part in (*fragments(format_name), *COMMON)]
     starts = list(Start)
     for number in range(NUM_SPLITS):
         if number % 10 == 0:
-            stream = "".join(rng.choices(parts, k=rng.randrange(1, 9)))
+            stream = "".join(rng.choices(parts, k=rng.randrange(1, 7)))
             start = rng.choice(starts)
             expected = read_pieces(syntax, start, [stream])
             joined = expected.reasoning + expected.content + "".join(c.name + c.arguments for c in expected.calls)

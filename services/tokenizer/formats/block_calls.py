@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from .events import Event, Kind
-from .output import partial_end
+from .output import Beginnings
 
 MAX_HEAD_CHARS = 1024
 """What is longer before a call's arguments begin is no call."""
@@ -22,6 +22,7 @@ MAX_HEAD_CHARS = 1024
 _FENCED_KIND = "function"
 _ID = re.compile(r"(?:functions\.)?(.*?)(?::\d+)?", re.DOTALL)
 _FENCE = re.compile(r"\s*```[A-Za-z]*[ \t]*\n?")
+_PLAIN_ARGUMENTS = re.compile(r"[^\ud800-\udfff]*[^\ud800-\udfff\s`]")  # no sentinel, and no end of them
 _MAX_TAIL_CHARS = 16  # white space and a closing fence
 
 
@@ -37,14 +38,13 @@ class BlockCalls:
     has_ids: bool = False  # what stands before the separator is the call's id
     ends_reasoning: bool = False
     newlines_before: int = 0
-    mark: re.Pattern[str] = field(init=False)
+    mark: re.Pattern[str] = field(init=False, compare=False)
+    mark_beginnings: Beginnings = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "mark", re.compile("|".join(map(re.escape, self.marks))))
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        return self.begin, self.end, self.call, self.separator, self.end_call
+        marks = self.begin, self.end, self.call, self.separator, self.end_call
+        object.__setattr__(self, "mark", re.compile("|".join(map(re.escape, marks))))
+        object.__setattr__(self, "mark_beginnings", Beginnings(marks))
 
     @property
     def openings(self) -> tuple[str, ...]:
@@ -98,10 +98,10 @@ class BlockReader:
             if mark.group() == syntax.end:
                 self._buffer = ""
                 return self._take_events(), buffer[place:]
-        keep = max(partial_end(buffer, mark) for mark in syntax.marks)
-        self._buffer = buffer[len(buffer) - keep :]
-        if place < len(buffer) - keep:
-            self._take(buffer[place : len(buffer) - keep])
+        end = len(buffer) - syntax.mark_beginnings.at_end_of(buffer)
+        self._buffer = buffer[end:]
+        if place < end:
+            self._take(buffer[place:end])
         return self._take_events(), None
 
     def flush(self) -> list[Event]:
@@ -204,6 +204,9 @@ class BlockReader:
 
     def _take_arguments(self, text: str) -> None:
         """Gives all but what may be the end of them: white space and a closing fence, which no JSON ends with."""
+        if not self._held and _PLAIN_ARGUMENTS.fullmatch(text):  # the common case
+            self._events.append(Event(Kind.ARGUMENTS, text, self.num_calls - 1))
+            return
         text = self._held + text
         body = text.rstrip()
         for _ in range(3):

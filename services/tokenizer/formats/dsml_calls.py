@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .events import Event, Kind
-from .output import partial_end
+from .output import Beginnings
 
 MAX_TAG_CHARS = 1024
 """What is longer is no tag."""
@@ -32,10 +33,12 @@ class DsmlCalls:
     border: re.Pattern[str] = field(init=False)  # what begins a tag
     tag: re.Pattern[str] = field(init=False)  # the rest of it
     tag_beginnings: tuple[str, ...] = field(init=False)
+    border_beginnings: Beginnings = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         prefix, value = self.prefix, f"(?:(?!{re.escape(self.dsml)}).)*?"
         object.__setattr__(self, "border", re.compile(f"</?{re.escape(self.dsml)}"))
+        object.__setattr__(self, "border_beginnings", Beginnings((f"<{self.dsml}", f"</{self.dsml}")))
         tag = (
             f"(?P<block>{re.escape(self.block)})>"
             f'|(?P<invoke>{prefix}invoke)(?: name="(?P<function>{value})")?>'
@@ -119,8 +122,7 @@ class DsmlReader:
         """Up to the next tag. False where the buffer holds none."""
         border = self._syntax.border.search(self._buffer)
         if border is None:
-            keep = max(partial_end(self._buffer, f"{edge}{self._syntax.dsml}") for edge in ("<", "</"))
-            place = end = len(self._buffer) - keep
+            place = end = len(self._buffer) - self._syntax.border_beginnings.at_end_of(self._buffer)
         else:
             place, end = border.span()
         text, self._buffer = self._buffer[:place], self._buffer[end:]
@@ -216,8 +218,7 @@ class DsmlReader:
             self._events.append(Event(Kind.CONTENT, text))
 
 
-def _json(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+_json: Callable[[str], str] = json.JSONEncoder(ensure_ascii=False).encode
 
 
 def _no_constant(name: str) -> None:

@@ -7,20 +7,29 @@ a text is a function of that text, however it was cut; malformed calls are given
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from .events import CallSyntax, Event, Kind
 from .marks import END_THINK, HIDE_SENTINELS, SHOW_SENTINELS, THINK, Marks
 from .reasoning import Start
 
 _CONTENT, _REASONING = Kind.CONTENT, Kind.REASONING
+_IN_CONTENT, _IN_REASONING = Start.CONTENT, Start.REASONING  # names that are looked up for each token
 
 
-def partial_end(text: str, wanted: str) -> int:
-    """How many characters at the end of `text` are a beginning of `wanted`, though not all of it."""
-    for length in range(min(len(wanted) - 1, len(text)), 0, -1):
-        if text.endswith(wanted[:length]):
-            return length
-    return 0
+class Beginnings:
+    """Finds how much of the end of a text may begin one of some strings."""
+
+    def __init__(self, wanted: Iterable[str]) -> None:
+        self._beginnings = frozenset(text[:n] for text in wanted for n in range(1, len(text)))
+        self._last_chars = frozenset(text[-1] for text in self._beginnings)
+        self._longest = max(map(len, self._beginnings), default=0)
+
+    def at_end_of(self, text: str) -> int:
+        """The number of characters at the end of `text` that are a beginning, though not all, of one of them."""
+        if not text or text[-1] not in self._last_chars:
+            return 0
+        return next(n for n in range(min(self._longest, len(text)), -1, -1) if not n or text[-n:] in self._beginnings)
 
 
 class OutputSyntax:
@@ -38,12 +47,15 @@ class OutputSyntax:
         spelled = "|".join(map(re.escape, openings)) or "(?!)"
         self.opening = re.compile(f"\n{{0,{self.newlines_before}}}(?:{spelled})")
         """A block's beginning, with the newlines that belong to it."""
+        self.opening_beginnings = Beginnings(openings)
         ends = [self.close, *(openings if calls and calls.ends_reasoning else ())]
-        self.reasoning_ends = ends
         self.reasoning_end = re.compile("|".join(map(re.escape, ends)))
+        self.reasoning_end_beginnings = Beginnings(ends)
         firsts = {opening[0] for opening in openings} | ({"\n"} if self.newlines_before else set())
-        self.care = re.compile(f"[\ud800-\udfff{re.escape(''.join(firsts))}]")
+        self.content_care = re.compile(f"[\ud800-\udfff{re.escape(''.join(firsts))}]")
         """A piece of content without any of these is content, whatever comes after it."""
+        self.reasoning_care = re.compile(f"[\ud800-\udfff{re.escape(''.join(end[0] for end in ends))}]|\\s$")
+        """Likewise of reasoning, whose last white space may stand before a tag."""
 
 
 class OutputParser:
@@ -69,7 +81,7 @@ class OutputParser:
 
     @property
     def in_reasoning(self) -> bool:
-        return self._state is Start.REASONING
+        return self._state is _IN_REASONING
 
     @property
     def num_calls(self) -> int:
@@ -81,12 +93,12 @@ class OutputParser:
 
     def push(self, text: str) -> list[Event]:
         """What `text` adds, in order; may be nothing yet."""
-        if (
-            self._state is Start.CONTENT
-            and not (self._in_calls or self._buffer or self._skip_space or self._leading)
-            and self._syntax.care.search(text) is None
-        ):
-            return [Event(_CONTENT, text)] if text else []
+        if not (self._in_calls or self._buffer or self._skip_space or self._blank):  # the common case
+            if self._state is _IN_CONTENT:
+                if not self._leading and self._syntax.content_care.search(text) is None:
+                    return [Event(_CONTENT, text)] if text else []
+            elif self._state is _IN_REASONING and self._syntax.reasoning_care.search(text) is None:
+                return [Event(_REASONING, text)] if text else []
         events: list[Event] = []
         rest: str | None = text
         while rest is not None:
@@ -159,7 +171,7 @@ class OutputParser:
         end = syntax.reasoning_end.search(self._buffer)
         if end is None:
             # The buffer's end may begin a tag, and white space may turn out to stand before one.
-            keep = max(partial_end(self._buffer, tag) for tag in syntax.reasoning_ends)
+            keep = syntax.reasoning_end_beginnings.at_end_of(self._buffer)
             body, self._buffer = self._buffer[: len(self._buffer) - keep], self._buffer[len(self._buffer) - keep :]
         else:
             body, self._buffer = self._buffer[: end.start()], self._buffer[end.start() :]
@@ -210,8 +222,7 @@ class OutputParser:
 
     def _may_open(self, text: str) -> int:
         """How much of the end of `text` may turn out to begin a block."""
-        keep = max(partial_end(text, opening) for opening in self._syntax.openings)
-        end = len(text) - keep
+        end = len(text) - self._syntax.opening_beginnings.at_end_of(text)
         for _ in range(self._syntax.newlines_before):
             if end and text[end - 1] == "\n":
                 end -= 1
