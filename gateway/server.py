@@ -45,18 +45,26 @@ class JsonErrorProtocol(HttpToolsProtocol):
     """
 
     _head_bytes = 0  # of a request whose head has not ended
+    _num_heads = 0
     _in_head = True
+    _too_long = f"the request's head is longer than {MAX_HEADER_BYTES} bytes"
 
     def data_received(self, data: bytes) -> None:
+        num_heads, all_head = self._num_heads, self._in_head
         super().data_received(data)
-        if self._in_head and self.parser is not None:
+        if not all_head or self._num_heads != num_heads:  # of a body, at least in part
+            self._head_bytes = 0
+        elif self.parser is not None:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEADER_BYTES:
-                self.send_400_response(f"the request's head is longer than {MAX_HEADER_BYTES} bytes")
+                self.send_400_response(self._too_long)
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        self._head_bytes = 0
+        self._num_heads += 1
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
+            self.send_400_response(self._too_long)
+            raise ValueError(self._too_long)  # which ends the parser's work on the connection
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:

@@ -138,6 +138,36 @@ async def test_heads_of_one_connection_are_counted_one_by_one(http: RunningGatew
     writer.close()
 
 
+async def test_a_body_is_not_counted_with_its_head(http: RunningGateway) -> None:
+    """Head and body may come in one read, also on a connection that was used before."""
+    body = json.dumps({"prompt": "x" * 63_000}).encode()
+    assert len(body) < LIMIT_BYTES
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 4000 + b"\r\ncontent-length: %d\r\n\r\n" % len(body)
+    )
+    reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+    for split in (len(head) + len(body), len(head), 100, len(head) + 5):
+        writer.write((head + body)[:split])
+        await writer.drain()
+        await asyncio.sleep(0.05)  # so that the rest is a read of its own
+        writer.write((head + body)[split:])
+        assert await asyncio.wait_for(reader.readline(), 5) == b"HTTP/1.1 200 OK\r\n"
+        rest = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        length = next(line for line in rest.split(b"\r\n") if line.startswith(b"content-length: "))
+        await reader.readexactly(int(length.partition(b": ")[2]))
+    writer.close()
+
+
+async def test_a_whole_head_that_is_too_long_is_refused(http: RunningGateway) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+    writer.write(b"GET /version HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 66_000 + b"\r\n\r\n")
+    answer = await asyncio.wait_for(reader.read(), 5)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert b"longer than 65536 bytes" in answer
+    writer.close()
+
+
 async def test_unknown_fields_are_ignored_with_a_warning(http: RunningGateway) -> None:
     response = await http.client.post("/v1/chat/completions", json={**CHAT, "foo": 1, "user": "me"})
     assert response.status_code == 200
