@@ -568,7 +568,7 @@ async def run_points(
         await measure(server, gpu, concurrency, count, points[0][0], min(output_len, points[0][1]), args.run_timeout)
     for point in points:
         input_len, output_len, concurrency = point
-        per_slot = 2 if input_len > 4096 else 8
+        per_slot = 2 if input_len > 4096 else args.per_slot
         count = min(512, max(8, per_slot * concurrency))
         row = await measure(server, gpu, concurrency, count, input_len, output_len, args.run_timeout)
         row |= {"ready_s": round(server.ready_s, 1)}
@@ -623,6 +623,7 @@ def parse_args() -> argparse.Namespace:
     add("--concurrencies", default="1,8,16,32,64,128,256", help="in turn; empty: none")
     add("--input-len", type=int, default=512)
     add("--output-len", type=int, default=256)
+    add("--per-slot", type=int, default=8, help="prompts a slot; fewer give a rougher figure sooner")
     add("--gateways", type=int, default=1, help="that share the HTTP port")
     add("--warmup", type=int, default=64, help="requests at once in the first warm-up")
     add("--max-model-len", type=int, default=8192)
