@@ -1,12 +1,15 @@
 // linear_rows.cu: y = x W^T for at most 16 tokens, where the time is that of reading W once.
 //
-// Tiling:  a tile is 8, 16 or 32 rows of W, whole: the warps of a CTA share its depth and add their sums in order, so no
-//          CTA waits for another. One warp keeps stages of 512 of the depth coming, a bulk copy a row of W or x; eight
-//          multiply. Both operands of m16n8k16 are read in 16-byte vectors: a lane's 8 values of the depth stand for
-//          columns 2 q, 2 q + 1, 2 q + 8, 2 q + 9 of two products, the same in x as in W, and a sum has no order in k.
-// Traffic: 2 B a weight, once; x once a tile, from L2 (tokens / rows of a tile of what W moves). HBM-bound; weights are
-//          asked for before the previous kernel has ended, so that in a chain of kernels the memory never rests.
-// Banks:   rows lie 64 bytes past a multiple of 128 apart: the 8 lanes of a phase read two rows in different halves.
+// Tiling:  a tile is 8 to 32 rows of W, whole, and there is about one tile an SM: the warps of a CTA share its depth and
+//          add their sums in order, so no CTA waits for another. One warp keeps stages of 512 of the depth coming, eight
+//          multiply, each 64 of a stage, their part of x in registers. Both operands of m16n8k16 are read in 16-byte
+//          vectors: a lane's 8 values of the depth stand for columns 2 q, 2 q + 1, 2 q + 8, 2 q + 9 of two products, the
+//          same in x as in W, and a sum has no order in k.
+// Traffic: 2 B a weight, once; x once a CTA, from L2. HBM-bound. Weights are asked for before the previous kernel has
+//          ended, and a CTA leaves room for the next kernel's, so that in a chain of kernels the memory seldom rests.
+// Loads:   one box of the copy engine a stage. A bulk copy a row was tried: each takes some 35 ns of an SM to issue.
+// Banks:   a box lies in swizzled lines of 64 of the depth. The 8 lanes of a phase read two rows, of each every other
+//          vector, of which the swizzle turns one row's into the other half of the banks.
 // Checked against rorqual/kernels/linear.py's float64 product.
 #include <algorithm>
 
@@ -21,14 +24,13 @@ namespace {
 
 constexpr int kComputeWarps = 8, kComputeThreads = kComputeWarps * kWarpSize;
 constexpr int kThreads = kComputeThreads + kWarpSize;
-constexpr int kChunk = 512;  // depth of a stage
-constexpr int kBlock = 32;   // depth of what a warp multiplies at once
+constexpr int kBlock = kLinearTileDepth;             // depth of a line of 128 bytes, and of a warp's part of a stage
+constexpr int kChunk = kLinearRowsBlocks * kBlock;  // depth of a stage
 constexpr int kMaxStages = 8, kBarrierBytes = 2 * kMaxStages * 8;
-constexpr int kBlocksPerWarp = kChunk / kBlock / kComputeWarps;
-static_assert(kBlocksPerWarp * kComputeWarps * kBlock == kChunk);
+static_assert(kLinearRowsBlocks == kComputeWarps);
 
 struct RowsShape {
-  int pitch, stage_bytes, stages, num_chunks, tiles_per_batch, num_tiles, partial_sets;
+  int stage_blocks, stages, num_chunks, tiles_per_batch, num_tiles, partial_sets;
 };
 
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
@@ -40,103 +42,88 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], uint32_t a0, uint32_
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// A stage: kRows rows of W, then the tokens' rows of x, `pitch` bytes apart.
 template <int kRows>
-__device__ __forceinline__ void produce(const LinearParams& p, const RowsShape& shape, char* smem, uint64_t* full,
+__device__ __forceinline__ void produce(const RowsShape& shape, const CUtensorMap* weight, char* smem, uint64_t* full,
                                         uint64_t* empty) {
-  const int lane = threadIdx.x % kWarpSize;
-  const int num_items = (shape.num_tiles - 1 - blockIdx.x) / gridDim.x * shape.num_chunks + shape.num_chunks;
-  struct Item {
-    char* stage;
-    uint64_t* barrier;
-    int batch, first_row, num_rows, first_k;
-    uint32_t row_bytes;
-  };
-  const auto item_at = [&](int i) {
-    const int turn = i / shape.num_chunks, first_k = (i - turn * shape.num_chunks) * kChunk, stage = i % shape.stages;
-    const int tile = blockIdx.x + turn * gridDim.x, batch = tile / shape.tiles_per_batch;
-    const int first_row = (tile - batch * shape.tiles_per_batch) * kRows;
-    return Item{smem + stage * shape.stage_bytes,
-                &full[stage],
-                batch,
-                first_row,
-                min(kRows, p.out_features - first_row),
-                first_k,
-                2u * min(kChunk, p.in_features - first_k)};
-  };
-  const auto load_weight = [&](const Item& item) {
-    if (lane == 0) mbarrier_arrive_expect_tx(item.barrier, (item.num_rows + p.num_tokens) * item.row_bytes);
-    __syncwarp();
-    if (lane < item.num_rows) {
-      const int64_t row = int64_t{item.batch} * p.out_features + item.first_row + lane;
-      bulk_load(item.stage + lane * shape.pitch, p.weight + row * p.in_features + item.first_k, item.barrier,
-                item.row_bytes);
-    }
-  };
-  const auto load_x = [&](const Item& item) {
-    if (lane < p.num_tokens) {
-      bulk_load(item.stage + (kRows + lane) * shape.pitch,
-                p.x + item.batch * p.x_batch_stride + lane * p.x_token_stride + item.first_k, item.barrier,
-                item.row_bytes);
-    }
-  };
-  const int ahead = min(num_items, shape.stages);
-  for (int i = 0; i < ahead; ++i) load_weight(item_at(i));
-  wait_for_previous_kernel();
-  for (int i = 0; i < ahead; ++i) load_x(item_at(i));
-  for (int i = ahead; i < num_items; ++i) {
-    const Item item = item_at(i);
-    mbarrier_wait(&empty[i % shape.stages], (i / shape.stages + 1) % 2);
-    load_weight(item);
-    load_x(item);
-  }
-}
-
-template <int kRows>
-__device__ __forceinline__ void compute(const LinearParams& p, const RowsShape& shape, const char* smem,
-                                        float* all_partials, uint64_t* full, uint64_t* empty) {
-  constexpr int kGroups = kRows / 8;
-  const int thread = threadIdx.x, warp = thread / kWarpSize, lane = thread % kWarpSize;
-  const int group = lane / 4, quad = lane % 4;
-  const bool has_token = group < p.num_tokens, has_other = group + 8 < p.num_tokens;
-  const int partial_floats = p.num_tokens * kRows;  // of a warp
-  const char* w_row = smem + group * shape.pitch + quad * 16;
-  const char* x_row = w_row + kRows * shape.pitch;
-  int stage = 0, turn = 0;
-  uint32_t phase = 0;
-  wait_for_previous_kernel();
+  const uint32_t stage_bytes = shape.stage_blocks * kRows * 2 * kBlock;
+  int stage = 0;
+  uint32_t phase = 1;
   for (int tile = blockIdx.x; tile < shape.num_tiles; tile += gridDim.x) {
-    // Two sums each, so that half as many products wait for one another.
-    float acc[kGroups][2][4];
-#pragma unroll
-    for (int n = 0; n < kGroups; ++n) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) acc[n][i / 4][i % 4] = 0.f;
-    }
+    const int batch = tile / shape.tiles_per_batch, first_row = (tile - batch * shape.tiles_per_batch) * kRows;
     for (int chunk = 0; chunk < shape.num_chunks; ++chunk) {
-      mbarrier_wait(&full[stage], phase);
-#pragma unroll
-      for (int i = 0; i < kBlocksPerWarp; ++i) {
-        const int k = (warp + i * kComputeWarps) * kBlock, left = p.in_features - chunk * kChunk - k;
-        if (left <= 0) break;
-        const int at = stage * shape.stage_bytes + 2 * k;
-        const bool inside = quad * 8 < left;  // else whatever lies there, NaN too, is not taken
-        uint4 a = make_uint4(0, 0, 0, 0), b = make_uint4(0, 0, 0, 0);
-        if (inside && has_token) a = *reinterpret_cast<const uint4*>(x_row + at);
-        if (inside && has_other) b = *reinterpret_cast<const uint4*>(x_row + at + 8 * shape.pitch);
-#pragma unroll
-        for (int n = 0; n < kGroups; ++n) {
-          const uint4 w = inside ? *reinterpret_cast<const uint4*>(w_row + at + n * 8 * shape.pitch)
-                                 : make_uint4(0, 0, 0, 0);
-          mma_m16n8k16(acc[n][0], a.x, b.x, a.y, b.y, w.x, w.y);
-          mma_m16n8k16(acc[n][1], a.z, b.z, a.w, b.w, w.z, w.w);
-        }
-      }
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(&empty[stage]);
+      mbarrier_wait(&empty[stage], phase);
+      mbarrier_arrive_expect_tx(&full[stage], stage_bytes);
+      tma_load_4d(smem + stage * stage_bytes, weight, &full[stage], 0, first_row, chunk * kLinearRowsBlocks, batch);
       if (++stage == shape.stages) {
         stage = 0;
         phase ^= 1;
+      }
+    }
+  }
+}
+
+// kGroups: of 8 rows of W. kHalves: of 8 tokens.
+template <int kGroups, int kHalves>
+__device__ __forceinline__ void compute(const LinearParams& p, const RowsShape& shape, const char* smem,
+                                        float* all_partials, uint64_t* full, uint64_t* empty) {
+  constexpr int kSpanChunks = 4 / kHalves;       // x is held for so many chunks, in 32 registers
+  constexpr int kSets = kGroups <= 2 ? 2 : 1;  // sums side by side, so that fewer products wait for one another
+  const int thread = threadIdx.x, warp = thread / kWarpSize, lane = thread % kWarpSize;
+  const int group = lane / 4, quad = lane % 4;
+  constexpr int kRows = 8 * kGroups;
+  const int partial_floats = p.num_tokens * kRows;  // of a warp
+  const int stage_bytes = shape.stage_blocks * kRows * 2 * kBlock;
+  const char* w_row = smem + (warp * kRows + group) * 2 * kBlock;
+  int stage = 0, turn = 0, held_batch = -1;
+  uint32_t phase = 0;
+  uint4 x[kSpanChunks][2][kHalves];  // vectors 2 quad and 2 quad + 1 of this warp's line
+  wait_for_previous_kernel();
+  for (int tile = blockIdx.x; tile < shape.num_tiles; tile += gridDim.x) {
+    const int batch = tile / shape.tiles_per_batch, first_row = (tile - batch * shape.tiles_per_batch) * kRows;
+    float acc[kGroups][kSets][4];
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4 * kSets; ++i) acc[n][i / 4][i % 4] = 0.f;
+    }
+    for (int first_chunk = 0; first_chunk < shape.num_chunks; first_chunk += kSpanChunks) {
+      if (batch != held_batch || shape.num_chunks > kSpanChunks) {
+        held_batch = batch;
+        const __nv_bfloat16* x_row = p.x + batch * p.x_batch_stride + group * p.x_token_stride;
+#pragma unroll
+        for (int i = 0; i < 2 * kSpanChunks; ++i) {
+          const int k = (first_chunk + i / 2) * kChunk + warp * kBlock + quad * 16 + i % 2 * 8;
+#pragma unroll
+          for (int h = 0; h < kHalves; ++h) {
+            x[i / 2][i % 2][h] = group + 8 * h < p.num_tokens && k < p.in_features
+                                     ? *reinterpret_cast<const uint4*>(x_row + 8 * h * p.x_token_stride + k)
+                                     : make_uint4(0, 0, 0, 0);
+          }
+        }
+      }
+#pragma unroll
+      for (int chunk = 0; chunk < kSpanChunks; ++chunk) {
+        if (first_chunk + chunk >= shape.num_chunks) break;
+        mbarrier_wait(&full[stage], phase);
+        if (warp < shape.stage_blocks) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const char* at = w_row + stage * stage_bytes + ((2 * quad + i) ^ group) * 16;
+            const uint4 a = x[chunk][i][0], b = kHalves == 2 ? x[chunk][i][kHalves - 1] : make_uint4(0, 0, 0, 0);
+#pragma unroll
+            for (int n = 0; n < kGroups; ++n) {
+              const uint4 w = *reinterpret_cast<const uint4*>(at + n * 8 * 2 * kBlock);
+              mma_m16n8k16(acc[n][0], a.x, b.x, a.y, b.y, w.x, w.y);
+              mma_m16n8k16(acc[n][kSets - 1], a.z, b.z, a.w, b.w, w.z, w.w);
+            }
+          }
+        }
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(&empty[stage]);
+        if (++stage == shape.stages) {
+          stage = 0;
+          phase ^= 1;
+        }
       }
     }
 
@@ -146,16 +133,16 @@ __device__ __forceinline__ void compute(const LinearParams& p, const RowsShape& 
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float2 sum = {acc[n][0][2 * h] + acc[n][1][2 * h], acc[n][0][2 * h + 1] + acc[n][1][2 * h + 1]};
-        if (h == 0 ? has_token : has_other) {
-          *reinterpret_cast<float2*>(partials + warp * partial_floats + (group + 8 * h) * kRows + n * 8 + 2 * quad) =
-              sum;
+      for (int h = 0; h < kHalves; ++h) {
+        float2 sum = {acc[n][0][2 * h], acc[n][0][2 * h + 1]};
+        if constexpr (kSets == 2) sum = {sum.x + acc[n][1][2 * h], sum.y + acc[n][1][2 * h + 1]};
+        const int token = group + 8 * h;
+        if (token < p.num_tokens) {
+          *reinterpret_cast<float2*>(partials + warp * partial_floats + token * kRows + 8 * n + 2 * quad) = sum;
         }
       }
     }
     named_barrier_sync(1, kComputeThreads);
-    const int batch = tile / shape.tiles_per_batch, first_row = (tile - batch * shape.tiles_per_batch) * kRows;
     const auto total = [&](int token, int row) {
       const float* at = partials + token * kRows + row;
       float2 sum = *reinterpret_cast<const float2*>(at);
@@ -190,13 +177,18 @@ __device__ __forceinline__ void compute(const LinearParams& p, const RowsShape& 
   }
 }
 
-template <int kRows>
-__global__ void __launch_bounds__(kThreads, 3) linear_rows_kernel(const LinearParams p, const RowsShape shape) {
-  extern __shared__ __align__(128) char smem[];
-  float* partials = reinterpret_cast<float*>(smem + shape.stages * shape.stage_bytes);
+template <int kGroups, int kHalves>
+__global__ void __launch_bounds__(kThreads, 2)
+linear_rows_kernel(const __grid_constant__ LinearParams p, const __grid_constant__ CUtensorMap weight,
+                   const RowsShape shape) {
+  constexpr int kRows = 8 * kGroups;
+  extern __shared__ char smem_raw[];
+  char* smem = smem_raw + (1024 - smem_addr(smem_raw) % 1024) % 1024;
+  float* partials = reinterpret_cast<float*>(smem + shape.stages * shape.stage_blocks * kRows * 2 * kBlock);
   uint64_t* full = reinterpret_cast<uint64_t*>(partials + shape.partial_sets * kComputeWarps * p.num_tokens * kRows);
   uint64_t* empty = full + kMaxStages;
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == kComputeThreads) {
+    tma_prefetch_map(&weight);
     for (int stage = 0; stage < shape.stages; ++stage) {
       mbarrier_init(&full[stage], 1);
       mbarrier_init(&empty[stage], kComputeWarps);
@@ -205,52 +197,61 @@ __global__ void __launch_bounds__(kThreads, 3) linear_rows_kernel(const LinearPa
   }
   __syncthreads();
   let_dependents_launch();
-  if (threadIdx.x >= kComputeThreads) {
-    produce<kRows>(p, shape, smem, full, empty);
-  } else {
-    compute<kRows>(p, shape, smem, partials, full, empty);
+  if (threadIdx.x < kComputeThreads) {
+    compute<kGroups, kHalves>(p, shape, smem, partials, full, empty);
+  } else if (threadIdx.x == kComputeThreads) {
+    produce<kRows>(shape, &weight, smem, full, empty);
   }
 }
 
-template <int kRows>
-cudaError_t launch(const LinearParams& p, int num_sms, cudaStream_t stream) {
-  // Three CTAs an SM, of this kernel and the next, or with more tokens, whose x takes room too, two.
-  constexpr int kSmBytes = 228 << 10, kReservedBytes = 1 << 10;  // of an SM; that each CTA loses
-  const int ctas_per_sm = p.num_tokens <= 4 ? 3 : 2;
+template <int kGroups, int kHalves>
+cudaError_t launch(const LinearParams& p, const CUtensorMap& weight, int num_sms, cudaStream_t stream) {
+  constexpr int kRows = 8 * kGroups;
+  constexpr int kStageRoom = 128 << 10;      // of a single tile: what the neighbours in a chain leave
+  constexpr int kManyStageRoom = 104 << 10;  // of one tile after the other
   RowsShape shape;
-  shape.pitch = (2 * (p.in_features < kChunk ? p.in_features : kChunk) + 127) / 128 * 128 + 64;
-  shape.stage_bytes = (kRows + p.num_tokens) * shape.pitch;
+  shape.stage_blocks = std::min(p.in_features / kBlock, kLinearRowsBlocks);
   shape.num_chunks = (p.in_features + kChunk - 1) / kChunk;
   shape.tiles_per_batch = (p.out_features + kRows - 1) / kRows;
   shape.num_tiles = shape.tiles_per_batch * p.batch;
-  const int grid = shape.num_tiles < num_sms * ctas_per_sm ? shape.num_tiles : num_sms * ctas_per_sm;
+  // Small tiles: as many CTAs as fit beside one another anyway.
+  const int ctas_per_sm = std::clamp((96 << 10) / (kRows * p.in_features * 2), 1, 2);
+  const int grid = std::min(shape.num_tiles, num_sms * ctas_per_sm);
   const int turns = (shape.num_tiles + grid - 1) / grid;
   shape.partial_sets = turns < 2 ? 1 : 2;
-  const int other_bytes = shape.partial_sets * kComputeWarps * p.num_tokens * kRows * 4 + kBarrierBytes;
-  const int fitting = (kSmBytes / ctas_per_sm - kReservedBytes - other_bytes) / shape.stage_bytes;
-  shape.stages = std::min({fitting, kMaxStages, turns * shape.num_chunks});
-  const int smem_bytes = shape.stages * shape.stage_bytes + other_bytes;
-  return launch_kernel(linear_rows_kernel<kRows>, dim3(grid), kThreads, stream,
-                       {.smem_bytes = smem_bytes, .overlaps = true}, p, shape);
+  const int stage_bytes = shape.stage_blocks * kRows * 2 * kBlock;
+  const int room = turns < 2 ? kStageRoom : kManyStageRoom / ctas_per_sm;
+  shape.stages = std::min({room / stage_bytes, kMaxStages, turns * shape.num_chunks});
+  const int partial_bytes = shape.partial_sets * kComputeWarps * p.num_tokens * kRows * 4;
+  const int smem_bytes = 1024 + shape.stages * stage_bytes + partial_bytes + kBarrierBytes;  // room to align the first
+  return launch_kernel(linear_rows_kernel<kGroups, kHalves>, dim3(grid), kThreads, stream,
+                       {.smem_bytes = smem_bytes, .overlaps = true}, p, weight, shape);
+}
+
+template <int kHalves>
+cudaError_t launch(const LinearParams& p, const CUtensorMap& weight, int tile_rows, int num_sms, cudaStream_t stream) {
+  switch (tile_rows) {
+    case 8: return launch<1, kHalves>(p, weight, num_sms, stream);
+    case 16: return launch<2, kHalves>(p, weight, num_sms, stream);
+    case 24: return launch<3, kHalves>(p, weight, num_sms, stream);
+    default: return launch<4, kHalves>(p, weight, num_sms, stream);
+  }
 }
 
 }  // namespace
 
-cudaError_t launch_linear_rows(const LinearParams& p, int tile_rows, cudaStream_t stream) {
-  int device, num_sms;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
-  if (error != cudaSuccess) return error;
-  if (tile_rows == 0) {
-    // The fewest rows whose tiles are all at work at once, two CTAs an SM; of a large W, 16.
-    const int64_t rows = int64_t{p.batch} * p.out_features, at_once = 2 * num_sms;
-    tile_rows = rows <= 8 * at_once && !p.silu_mul ? 8 : rows > 16 * at_once && rows <= 32 * at_once ? 32 : 16;
+int choose_linear_rows(const LinearParams& p, int num_sms) {
+  if (p.silu_mul) return 16;
+  for (int rows : {8, 16, 32}) {
+    if ((p.out_features + rows - 1) / rows * p.batch <= num_sms) return rows;
   }
-  switch (tile_rows) {
-    case 8: return launch<8>(p, num_sms, stream);
-    case 16: return launch<16>(p, num_sms, stream);
-    default: return launch<32>(p, num_sms, stream);
-  }
+  return 16;  // several tiles in turn
+}
+
+cudaError_t launch_linear_rows(const LinearParams& p, const CUtensorMap& weight, int tile_rows, int num_sms,
+                               cudaStream_t stream) {
+  return p.num_tokens <= 8 ? launch<1>(p, weight, tile_rows, num_sms, stream)
+                           : launch<2>(p, weight, tile_rows, num_sms, stream);
 }
 
 }  // namespace rorqual

@@ -118,13 +118,22 @@ __device__ __forceinline__ void load_sums(float (&v)[8], const float* sums, int 
     v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
     return;
   }
+  constexpr int kMaxSplit = 8;
   const uint32_t own = smem_addr(at);
+  float4 a[kMaxSplit], b[kMaxSplit];
+#pragma unroll
+  for (int part = 0; part < kMaxSplit; ++part) {  // all on their way before the first is needed
+    if (part >= split) break;
+    const uint32_t addr = cluster_addr(own, part);
+    a[part] = cluster_load(addr), b[part] = cluster_load(addr + 16);
+  }
 #pragma unroll
   for (int i = 0; i < 8; ++i) v[i] = 0.f;
-  for (int part = 0; part < split; ++part) {
-    const uint32_t addr = cluster_addr(own, part);
-    const float4 a = cluster_load(addr), b = cluster_load(addr + 16);
-    v[0] += a.x, v[1] += a.y, v[2] += a.z, v[3] += a.w, v[4] += b.x, v[5] += b.y, v[6] += b.z, v[7] += b.w;
+#pragma unroll
+  for (int part = 0; part < kMaxSplit; ++part) {
+    if (part >= split) break;
+    v[0] += a[part].x, v[1] += a[part].y, v[2] += a[part].z, v[3] += a[part].w;
+    v[4] += b[part].x, v[5] += b[part].y, v[6] += b[part].z, v[7] += b[part].w;
   }
 }
 
@@ -215,9 +224,9 @@ cudaError_t launch_linear_tiles(const LinearParams& p, const LinearTileMaps& map
                                 int split, cudaStream_t stream) {
   if (tile_rows == 64) {
     switch (tile_tokens) {
-      case 16: return launch<Tiles<64, 16, 8>>(p, maps, split, stream);
-      case 32: return launch<Tiles<64, 32, 8>>(p, maps, split, stream);
-      default: return launch<Tiles<64, 64, 6>>(p, maps, split, stream);
+      case 16: return launch<Tiles<64, 16, 7>>(p, maps, split, stream);
+      case 32: return launch<Tiles<64, 32, 6>>(p, maps, split, stream);
+      default: return launch<Tiles<64, 64, 4>>(p, maps, split, stream);
     }
   }
   switch (tile_tokens) {

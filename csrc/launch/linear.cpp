@@ -1,4 +1,6 @@
 // linear.cpp: C wrapper of the matrix products, which also makes the tiles' tensor maps.
+#include <algorithm>
+
 #include "error.h"
 #include "rorqual/launch.h"
 #include "tensor_map.h"
@@ -43,13 +45,28 @@ extern "C" int rorqual_linear(const RorqualLinear* a, void* stream) {
   p.silu_mul = a->silu_mul != 0;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
 
+  const cuuint64_t in = a->in_features, out = a->out_features, tokens = a->num_tokens, batch = a->batch;
+  const cuuint32_t depth = rorqual::kLinearTileDepth;
   if (a->tile_rows < 64) {
-    RORQUAL_REQUIRE(a->num_tokens <= 16, "linear: the kernel of few rows takes at most 16 tokens, got " +
-                                             std::to_string(a->num_tokens));
-    RORQUAL_REQUIRE(a->tile_rows == 0 || a->tile_rows == 16 || a->tile_rows == 32 || (a->tile_rows == 8 && !a->silu_mul),
-                    "linear: tile_rows must be 0, 8 (not with silu_mul), 16 or 32, got " +
-                        std::to_string(a->tile_rows));
-    return rorqual::from_cuda(rorqual::launch_linear_rows(p, a->tile_rows, cuda_stream), "linear");
+    RORQUAL_REQUIRE(a->num_tokens <= 16 && in % depth == 0,
+                    "linear: the kernel of few tokens takes at most 16, and in_features in multiples of 64, got " +
+                        std::to_string(a->num_tokens) + " and " + std::to_string(in));
+    int device, num_sms;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+    if (error != cudaSuccess) return rorqual::from_cuda(error, "linear");
+    const int rows = a->tile_rows == 0 ? rorqual::choose_linear_rows(p, num_sms) : a->tile_rows;
+    RORQUAL_REQUIRE(rows >= 8 && rows <= 32 && rows % (p.silu_mul ? 16 : 8) == 0,
+                    "linear: tile_rows must be 0, 8, 16, 24, 32 (with silu_mul 0, 16, 32), 64 or 128, got " +
+                        std::to_string(rows));
+    const cuuint32_t blocks = std::min<int>(rorqual::kLinearRowsBlocks, a->in_features / depth);
+    CUtensorMap weight;
+    if (const int code = rorqual::encode_bf16_map<4>(&weight, a->weight, {depth, out, in / depth, batch},
+                                                     {in, depth, out * in},
+                                                     {depth, static_cast<cuuint32_t>(rows), blocks, 1}, "linear")) {
+      return code;
+    }
+    return rorqual::from_cuda(rorqual::launch_linear_rows(p, weight, rows, num_sms, cuda_stream), "linear");
   }
   RORQUAL_REQUIRE(rorqual::linear_tile_exists(a->tile_rows, a->tile_tokens),
                   "linear: tiles are 64 x 16, 32, 64 or 128 x 64, 128, 256, got " + std::to_string(a->tile_rows) +
@@ -59,8 +76,6 @@ extern "C" int rorqual_linear(const RorqualLinear* a, void* stream) {
                   "linear: split must be in [1, 8] and leave no part without any of " + std::to_string(blocks) +
                       " blocks, got " + std::to_string(a->split));
   rorqual::LinearTileMaps maps;
-  const cuuint32_t depth = rorqual::kLinearTileDepth;
-  const cuuint64_t in = a->in_features, out = a->out_features, tokens = a->num_tokens, batch = a->batch;
   // A stride over a single row or batch is never taken, but must still be one.
   const cuuint64_t x_token_stride = tokens == 1 ? in : a->x_token_stride;
   const cuuint64_t x_batch_stride = batch == 1 ? in : a->x_batch_stride;

@@ -18,8 +18,8 @@ from .loader import KernelLibrary, current_stream, load
 
 BF16 = torch.bfloat16
 GATE_ROWS = 8  # of the gate, then of what it gates, and so on: how pack_gate_up lays them
-MAX_ROWS_TOKENS = 16  # of the kernel of few rows
-MAX_TILED_TOKENS = 256  # beyond it cuBLAS is faster, where the choice is free
+MAX_ROWS_TOKENS = 8  # up to which whole rows are faster than tiles; the kernel takes 16
+MAX_TILED_TOKENS = 64  # beyond it cuBLAS is faster, where the choice is free
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def choose_tiling(
     num_tokens: int, out_features: int, in_features: int, batch: int = 1, *, deterministic: bool = False
 ) -> Tiling:
     """The tiling of a product; with `deterministic`, one that adds each output in the same order at any num_tokens."""
-    if num_tokens <= MAX_ROWS_TOKENS and not deterministic:
+    if num_tokens <= MAX_ROWS_TOKENS and in_features >= 256 and in_features % 64 == 0 and not deterministic:
         return Tiling(num_tokens, 0)
     if num_tokens <= 64:
         tile_tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
@@ -56,11 +56,12 @@ def choose_tiling(
         tile_rows = 128
     if deterministic:
         return Tiling(tile_tokens, tile_rows)
+    # Parts of the depth, so that about one CTA an SM is at work.
     tiles = -(-out_features // tile_rows) * -(-num_tokens // tile_tokens) * batch
+    split = max(1, min(8, 132 // tiles, in_features // 256))
     blocks = -(-in_features // 64)
-    split = 1
-    while split < 8 and 2 * split * tiles <= 264 and blocks >= 4 * split:
-        split *= 2
+    while (split - 1) * -(-blocks // split) >= blocks:
+        split -= 1
     return Tiling(tile_tokens, tile_rows, split)
 
 

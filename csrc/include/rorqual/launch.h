@@ -289,12 +289,16 @@ struct LinearParams {
   bool out_float32;
   bool silu_mul;  // rows of the weight: 8 of the gate, 8 of what it gates, and so on
 };
-// At most 16 tokens; tile_rows (of the weight) 8, 16, 32 or 0.
-cudaError_t launch_linear_rows(const LinearParams& p, int tile_rows, cudaStream_t stream);
+constexpr int kLinearTileDepth = 64;   // in_features of a line of a box
+constexpr int kLinearRowsBlocks = 8;  // lines of a row that a stage of the kernel of few tokens holds
+// At most 16 tokens, in_features a multiple of 64; tile_rows (of the weight) 8, 16, 24 or 32, with silu_mul 16 or 32. The
+// map: [batch, in_features / 64, out_features, 64], boxes of [1, min(8, in_features / 64), tile_rows, 64].
+int choose_linear_rows(const LinearParams& p, int num_sms);
+cudaError_t launch_linear_rows(const LinearParams& p, const CUtensorMap& weight, int tile_rows, int num_sms,
+                               cudaStream_t stream);
 struct LinearTileMaps {
   CUtensorMap weight, x;
 };
-constexpr int kLinearTileDepth = 64;  // in_features of a box
 // tile_rows x tile_tokens: 64 x 16, 32, 64; 128 x 64, 128, 256. split: CTAs that share a tile, each a part of in_features.
 bool linear_tile_exists(int tile_rows, int tile_tokens);
 cudaError_t launch_linear_tiles(const LinearParams& p, const LinearTileMaps& maps, int tile_rows, int tile_tokens,
