@@ -1,17 +1,40 @@
-// sampling.cu: one pass over the logits of a step: the tokens of greedy and of plain rows (temperature alone), and
-// what sampling_select.cu needs to know of the others. The definition is the docstring of executor/sampler.py.
+// sampling.cu: one pass over the logits of a step: tokens and log-probabilities of all rows but those that need more than
+// their few hundred best tokens, which sampling_select.cu finishes. The definition: rorqual/kernels/reference_sampling.py.
 // Tiling:  a warp reduces a unit of 1024 tokens in registers (8 vectors of 16 bytes a lane, all in flight at once): its
 //          best token, and of a row that draws the sum of exp(l / T - largest). 8 units a CTA. The last CTA of a row to
-//          arrive combines: one warp takes the best, or finds the unit and then the token that the random number hits.
-// Order:   every sum runs in an order that the vocabulary's size alone decides; CTAs are counted with integers.
-// Traffic: the row once, 32 bytes a unit written and read. HBM-bound from about 32 rows on; latency before.
+//          arrive combines: a warp takes the best, or finds the unit and then the token that the random number hits.
+// Cuts:    the largest of each lane's 32 tokens (a set) goes to memory. A histogram of them bounds the k-th best token from
+//          below; the sets that reach the bound are read again, their tokens above it listed, and a token's rank and the
+//          weight before it come from comparing it with all others in the list. Log-probabilities' alternatives likewise.
+// Order:   sums of units run in an order that the vocabulary's size alone decides, sums of weights are in fixed point, CTAs
+//          are counted with integers: the launch leaves no trace in a row's bits.
+// Traffic: the row once, 32 bytes a unit written and read; cut rows 128 bytes a unit more and a few sets. HBM-bound from
+//          about 32 rows on; latency before.
 #include "rorqual/launch_kernel.cuh"
 #include "rorqual/sampling.cuh"
 
 namespace rorqual {
 namespace {
 
-constexpr int kScanWarps = 8;
+constexpr int kScanWarps = 8, kScanThreads = kScanWarps * kWarpSize;
+constexpr int kSetBins = 2048, kBinShift = 18;  // 32 bins for each power of two of the weight
+constexpr uint32_t kLastBin = kSetBins - 1;
+constexpr int kMaxSets = 1024, kMaxEntries = 512;
+constexpr int kMostWanted = 256;   // a larger top_k is not looked for here
+constexpr int kNucleusGuess = 160;  // sets that a nucleus is looked for in
+
+struct alignas(16) PickShared {
+  uint64 entries[kMaxEntries];  // listed tokens: distance from the best, then id; they sort in the order of the definition
+  uint64 weights[kMaxEntries];  // in fixed point
+  uint32_t bins[kSetBins];
+  uint16_t sets[kMaxSets];
+  uint64 warp_weights[kScanWarps];
+  uint32_t warp_counts[kScanWarps];
+  uint32_t num_sets, num_entries, bin, last;
+  int token;
+  bool sound;
+  RowStats stats;
+};
 
 // The token of a unit at which the running sum exceeds `target`; `before` is the sum of the units before it.
 __device__ int draw_in_unit(const SampleParams& p, const SamplingRow& row, const float* logits, int unit, float largest,
@@ -49,8 +72,10 @@ __device__ int draw_in_unit(const SampleParams& p, const SamplingRow& row, const
   return unit * kUnit + source * kWarpSize + hit(w > 0.f);
 }
 
-// One warp combines a row's units. `only_best`: a greedy row, of which nothing else is asked.
-__device__ void finish_row(const SampleParams& p, int r, const UnitStats* units, bool only_best, int lane) {
+// One warp combines a row's units. `only_best`: a greedy row, of which nothing else is asked. Returns whether the row is
+// sound; its token is chosen unless it is cut.
+__device__ bool finish_row(const SampleParams& p, int r, const UnitStats* units, bool only_best, RowStats& stats,
+                           int lane) {
   const int per_lane = (p.num_units + kWarpSize - 1) / kWarpSize;
   const int first = min(lane * per_lane, p.num_units), end = min(first + per_lane, p.num_units);
   uint64 best = 0;
@@ -71,13 +96,11 @@ __device__ void finish_row(const SampleParams& p, int r, const UnitStats* units,
       p.out_tokens[r] = sound ? token : 0;
       p.out_sound[r] = sound;
     }
-    return;
+    return sound;
   }
-  RowStats& stats = static_cast<RowStats*>(p.rows)[r];
   if (lane == 0) {
     stats.best = uint64{key} << 32 | not_id;
     stats.raw_key = raw_key;
-    stats.sound = sound;
   }
   const SamplingRow row(p, r);  // again: kept in registers through the pass, it would cost occupancy
   double total = 0.;
@@ -132,12 +155,269 @@ __device__ void finish_row(const SampleParams& p, int r, const UnitStats* units,
     } else if (!row.truncated || !sound) {
       write_choice(p, row, r, token, sound);
     }
-    stats.token = row.truncated ? -1 : token;
+    stats.token = token;
     stats.sum = total;
+  }
+  return sound;
+}
+
+// What a CTA does with a row whose units are combined: cuts, and log-probabilities. Whatever is listed is listed in any
+// order; only its set matters.
+struct Pick {
+  const SampleParams& p;
+  PickShared& s;
+  const SamplingRow& row;
+  const float* logits;
+  Divisor temperature;
+  float largest;  // of l / temperature
+  int thread, lane, warp;
+
+  __device__ __forceinline__ float weight(float x) const { return expf(temperature.divide(x) - largest); }
+  __device__ __forceinline__ uint32_t bin_of(float w) const { return min(weight_distance(w) >> kBinShift, kLastBin); }
+
+  // Lists the tokens of the sets' best bins: up to the one that makes `want` sets (0: any number), or up to `limit`.
+  // False: there is no room for them.
+  template <bool kAdjusted>
+  __device__ bool list_best(const uint32_t* set_keys, uint32_t want, uint32_t limit) {
+    const int num_sets = p.num_units * kWarpSize;
+    for (int i = thread; i < kSetBins; i += kScanThreads) s.bins[i] = 0;
+    if (thread == 0) {
+      s.num_sets = s.num_entries = 0;
+      s.bin = kLastBin;
+    }
+    __syncthreads();
+    if (want > 0) {
+#pragma unroll 8
+      for (int i = thread; i < num_sets; i += kScanThreads) {
+        const uint32_t bin = bin_of(weight(key_float(__ldcg(set_keys + i))));
+        if (bin <= limit) atomicAdd(&s.bins[bin], 1u);
+      }
+      __syncthreads();
+      constexpr int kOwn = kSetBins / kScanThreads;
+      uint32_t own = 0;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) own += s.bins[thread * kOwn + i];
+      uint32_t inclusive = warp_inclusive_sum(own, lane);
+      if (lane == kWarpSize - 1) s.warp_counts[warp] = inclusive;
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < kScanWarps; ++i) inclusive += i < warp ? s.warp_counts[i] : 0;
+      uint32_t running = inclusive - own;
+      if (running < want && inclusive >= want) {
+        int bin = thread * kOwn;
+        while (running + s.bins[bin] < want) running += s.bins[bin++];
+        s.bin = bin;
+      }
+      __syncthreads();
+    }
+    limit = min(limit, s.bin);
+#pragma unroll 8
+    for (int i = thread; i < num_sets; i += kScanThreads) {
+      if (bin_of(weight(key_float(__ldcg(set_keys + i)))) <= limit) {
+        const uint32_t at = atomicAdd(&s.num_sets, 1u);
+        if (at < kMaxSets) s.sets[at] = static_cast<uint16_t>(i);
+      }
+    }
+    __syncthreads();
+    const int listed = static_cast<int>(s.num_sets);
+    if (listed > kMaxSets) return false;
+#pragma unroll 2
+    for (int i = thread; i < listed * kUnitVecs; i += kScanThreads) {
+      const int id = set_vector(s.sets[i / kUnitVecs], i % kUnitVecs);
+      if (id >= p.vocab_size) continue;
+      float4 v = load_logits(logits, id, p.vocab_size, p.vectors, neg_inf());
+      if (kAdjusted && row.adjusted) v = row.adjust(v, id);
+      const float x[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float w = weight(x[j]);
+        if (bin_of(w) > limit || id + j >= p.vocab_size) continue;
+        const uint32_t at = atomicAdd(&s.num_entries, 1u);
+        if (at >= kMaxEntries) continue;
+        const uint32_t d = kAdjusted ? weight_distance(w) : s.stats.raw_key - float_key(x[j]);
+        s.entries[at] = uint64{d} << 32 | static_cast<uint32_t>(id + j);
+        if (kAdjusted) s.weights[at] = fixed_weight(w);
+      }
+    }
+    __syncthreads();
+    return s.num_entries <= kMaxEntries;
+  }
+
+  // The first token of vector `vec` of a set: lane set % 32 of unit set / 32.
+  static __device__ __forceinline__ int set_vector(int set, int vec) {
+    return set / kWarpSize * kUnit + vec * 4 * kWarpSize + set % kWarpSize * 4;
+  }
+
+  __device__ uint64 cta_sum(uint64 x) {
+    x = warp_inclusive_sum(x, lane);
+    __syncthreads();
+    if (lane == kWarpSize - 1) s.warp_weights[warp] = x;
+    __syncthreads();
+    uint64 sum = 0;
+#pragma unroll
+    for (int i = 0; i < kScanWarps; ++i) sum += s.warp_weights[i];
+    return sum;
+  }
+
+  // Steps 3 and 4 of the definition. False: the list does not hold all that is kept.
+  __device__ bool choose(const uint32_t* set_keys) {
+    const bool counted = row.top_k > 0, shared = row.top_p < 1.f;
+    if (row.top_k > kMostWanted) return false;
+    const uint32_t limit = weight_distance(least_weight(row, s.stats.sum, p.vocab_size)) >> kBinShift;
+    if (!list_best<true>(set_keys, counted ? row.top_k : shared ? kNucleusGuess : 0, limit)) return false;
+    constexpr int kOwn = kMaxEntries / kScanThreads;
+    const int count = static_cast<int>(s.num_entries);
+    uint64 entry[kOwn], w[kOwn], before[kOwn], own = 0;
+    int rank[kOwn];
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int at = thread + i * kScanThreads;
+      entry[i] = at < count ? s.entries[at] : 0;  // nothing is before it
+      w[i] = at < count ? s.weights[at] : 0;
+      before[i] = 0;
+      rank[i] = 0;
+    }
+    for (int j = 0; j < count; ++j) {
+      const uint64 other = s.entries[j], other_weight = s.weights[j];
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        if (other < entry[i]) {
+          ++rank[i];
+          before[i] += other_weight;
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      if (counted && rank[i] >= row.top_k) w[i] = 0;
+      own += w[i];
+    }
+    const uint64 listed = cta_sum(own);  // (with barriers: everyone has read the weights)
+    own = 0;
+    const uint64 need =
+        nucleus_weight(row.top_p, counted ? static_cast<double>(listed) : s.stats.sum * static_cast<double>(kFixedScale));
+    if (shared && !counted && listed < need && s.bin <= limit) return false;  // with all up to the limit, rounding is why
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int at = thread + i * kScanThreads;
+      if ((shared && before[i] >= need) || distance_weight(static_cast<uint32_t>(entry[i] >> 32)) < row.min_p) w[i] = 0;
+      if (at < count) s.weights[at] = w[i];
+      own += w[i];
+    }
+    const uint64 target = target_weight(philox_uniform(row.seed, row.choice, row.position), cta_sum(own));
+    uint64 lower[kOwn] = {};  // weight of lower ids
+    for (int j = 0; j < count; ++j) {
+      const uint32_t other = static_cast<uint32_t>(s.entries[j]);
+      const uint64 other_weight = s.weights[j];
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) lower[i] += other < static_cast<uint32_t>(entry[i]) ? other_weight : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      if (lower[i] <= target && target - lower[i] < w[i]) s.token = static_cast<int>(static_cast<uint32_t>(entry[i]));
+    }
+    __syncthreads();
+    return true;
+  }
+
+  // Log-probability, rank and alternatives of `token`. False: too many equals to list.
+  __device__ bool report(const uint32_t* set_keys, int r, int token) {
+    const int num_top = min(row.num_logprobs, p.vocab_size);
+    const float best = key_float(s.stats.raw_key), own = logits[token];
+    if (num_top > 0 && !list_best<false>(set_keys, num_top, kLastBin)) return false;
+    const double log_sum = log(s.stats.raw_sum);
+    const auto logprob = [&](float x) { return static_cast<float>(static_cast<double>(x - best) - log_sum); };
+    const int count = num_top > 0 ? static_cast<int>(s.num_entries) : 0;
+    for (int at = thread; at < count; at += kScanThreads) {
+      const uint64 entry = s.entries[at];
+      int rank = 0;
+      for (int j = 0; j < count; ++j) rank += s.entries[j] < entry;
+      if (rank < num_top) {
+        p.out_top_ids[r * kMaxTop + rank] = static_cast<int>(static_cast<uint32_t>(entry));
+        p.out_top_logprobs[r * kMaxTop + rank] = logprob(key_float(s.stats.raw_key - static_cast<uint32_t>(entry >> 32)));
+      }
+    }
+    if (thread >= num_top && thread < kMaxTop) {
+      p.out_top_ids[r * kMaxTop + thread] = -1;
+      p.out_top_logprobs[r * kMaxTop + thread] = neg_inf();
+    }
+    // Larger logits lie in sets whose largest is larger.
+    const uint32_t own_key = float_key(own);
+    uint32_t larger = 0;
+    if (own_key != s.stats.raw_key) {
+      const int num_sets = p.num_units * kWarpSize;
+      if (thread == 0) s.num_sets = 0;
+      __syncthreads();
+#pragma unroll 8
+      for (int i = thread; i < num_sets; i += kScanThreads) {
+        if (__ldcg(set_keys + i) > own_key) {
+          const uint32_t at = atomicAdd(&s.num_sets, 1u);
+          if (at < kMaxSets) s.sets[at] = static_cast<uint16_t>(i);
+        }
+      }
+      __syncthreads();
+      const int listed = static_cast<int>(s.num_sets);
+      const bool all = listed > kMaxSets;
+#pragma unroll 4
+      for (int i = thread; i < (all ? num_sets : listed) * kUnitVecs; i += kScanThreads) {
+        const int id = set_vector(all ? i / kUnitVecs : s.sets[i / kUnitVecs], i % kUnitVecs);
+        const float4 x = load_logits(logits, id, p.vocab_size, p.vectors, neg_inf());
+        larger += (x.x > own) + (x.y > own) + (x.z > own) + (x.w > own);
+      }
+    }
+    larger = static_cast<uint32_t>(cta_sum(larger));
+    if (thread == 0) {
+      p.out_logprobs[r] = logprob(own);
+      p.out_ranks[r] = static_cast<int>(larger) + 1;
+    }
+    return true;
+  }
+};
+
+// The whole last CTA of a row that is cut or reports log-probabilities.
+__device__ void pick(const SampleParams& p, PickShared& s, int r) {
+  const SamplingRow row(p, r);
+  const int thread = threadIdx.x, lane = thread % kWarpSize, warp = thread / kWarpSize;
+  const float* logits = p.logits + r * p.logits_stride;
+  if (!s.sound) {
+    if (row.num_logprobs >= 0 && thread < kMaxTop) {
+      const float nan = __uint_as_float(0x7fffffffu);
+      if (thread == 0) {
+        p.out_logprobs[r] = nan;
+        p.out_ranks[r] = 0;
+      }
+      p.out_top_ids[r * kMaxTop + thread] = -1;
+      p.out_top_logprobs[r * kMaxTop + thread] = nan;
+    }
+    return;
+  }
+  const int64_t first_set = int64_t{r} * p.num_units * kWarpSize;
+  uint32_t todo = 0;
+  if (row.truncated) {
+    const Divisor temperature(row.temperature);
+    Pick chooser{p, s, row, logits, temperature, temperature.divide(key_float(static_cast<uint32_t>(s.stats.best >> 32))),
+                 thread, lane, warp};
+    if (!chooser.choose(p.set_keys + first_set)) {
+      todo = kTodoChoose | (row.num_logprobs >= 0 ? kTodoReport : 0);
+    } else if (thread == 0) {
+      write_choice(p, row, r, s.token, true);
+      s.stats.token = s.token;
+    }
+    __syncthreads();
+  }
+  if (todo == 0 && row.num_logprobs >= 0) {
+    Pick reporter{p, s, row, logits, Divisor(1.f), key_float(s.stats.raw_key), thread, lane, warp};
+    const uint32_t* keys = row.adjusted ? p.raw_set_keys : p.set_keys;
+    if (!reporter.report(keys + first_set, r, s.stats.token)) todo = kTodoReport;
+  }
+  if (thread == 0 && todo != 0) {
+    p.todo[r] = todo;
+    static_cast<RowStats*>(p.rows)[r] = s.stats;
   }
 }
 
 __global__ void __launch_bounds__(kScanWarps* kWarpSize, 3) sample_scan_kernel(const SampleParams p) {
+  __shared__ PickShared s;
   const int lane = threadIdx.x % kWarpSize, unit = (blockIdx.x * blockDim.x + threadIdx.x) / kWarpSize, r = blockIdx.y;
   const float* logits = p.logits + r * p.logits_stride;
   let_dependents_launch();
@@ -149,7 +429,12 @@ __global__ void __launch_bounds__(kScanWarps* kWarpSize, 3) sample_scan_kernel(c
     x[j] = load_logits(logits, first + j * 4 * kWarpSize, p.vocab_size, p.vectors, neg_inf());
   }
   const SamplingRow row(p, r);
-  if (!row.active) return;
+  if (!row.active) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) p.todo[r] = 0;
+    return;
+  }
+  const bool picks = row.truncated || row.num_logprobs >= 0;
+  const int64_t set = (int64_t{r} * p.num_units + unit) * kWarpSize + lane;
 
   const auto lane_max = [&] {
     float m = neg_inf();
@@ -174,6 +459,7 @@ __global__ void __launch_bounds__(kScanWarps* kWarpSize, 3) sample_scan_kernel(c
   double sum = 0., raw_sum = 0.;
   if (row.num_logprobs >= 0) raw_sum = exp_sum(1.f, raw_key);
   if (row.adjusted) {
+    if (row.num_logprobs >= 0 && unit < p.num_units) p.raw_set_keys[set] = float_key(own_max);
 #pragma unroll
     for (int j = 0; j < kUnitVecs; ++j) {
       const int id = first + j * 4 * kWarpSize;
@@ -182,6 +468,7 @@ __global__ void __launch_bounds__(kScanWarps* kWarpSize, 3) sample_scan_kernel(c
     own_max = lane_max();
     key = __reduce_max_sync(0xffffffffu, float_key(own_max));
   }
+  if (picks && unit < p.num_units) p.set_keys[set] = float_key(own_max);
   if (!row.greedy) sum = exp_sum(row.temperature, key);
 
   // The lowest id that has the largest value; a NaN has none.
@@ -204,19 +491,29 @@ __global__ void __launch_bounds__(kScanWarps* kWarpSize, 3) sample_scan_kernel(c
   }
   const bool only_best = row.greedy && row.num_logprobs < 0 && row.state == nullptr;
   __syncthreads();
-  if (threadIdx.x >= kWarpSize) return;
-  uint32_t last = 1;
-  if (gridDim.x > 1) {
-    if (lane == 0) {
-      __threadfence();
-      last = atomicAdd(p.arrivals + r, 1) == gridDim.x - 1;
-      if (last) p.arrivals[r] = 0;
-      __threadfence();
+  if (!picks && threadIdx.x >= kWarpSize) return;
+  if (threadIdx.x < kWarpSize) {
+    uint32_t last = 1;
+    if (gridDim.x > 1) {
+      if (lane == 0) {
+        __threadfence();
+        last = atomicAdd(p.arrivals + r, 1) == gridDim.x - 1;
+        if (last) p.arrivals[r] = 0;
+        __threadfence();
+      }
+      last = __shfl_sync(0xffffffffu, last, 0);
+      __syncwarp();
     }
-    last = __shfl_sync(0xffffffffu, last, 0);
-    __syncwarp();
+    if (last) {
+      const bool sound = finish_row(p, r, units, only_best, s.stats, lane);
+      if (lane == 0) s.sound = sound;
+      if (lane == 0) p.todo[r] = 0;
+    }
+    if (!picks) return;
+    if (lane == 0) s.last = last;
   }
-  if (last) finish_row(p, r, units, only_best, lane);
+  __syncthreads();
+  if (s.last) pick(p, s, r);
 }
 
 }  // namespace

@@ -1,10 +1,10 @@
-// sampling_select.cu: what one pass cannot decide: the tokens of rows cut by top-k, top-p or min-p, and
-// log-probabilities with ranks and alternatives. Rows that ask for neither cost their lookup.
-// Tiling:  a cluster of 8 CTAs a row; each keeps its eighth of the row in shared memory. A cut is found by a radix
-//          search over d = key(largest) - key(logit), 11 bits a level: each CTA counts its tokens (and adds up their
-//          weights) by digit, the cluster adds the bins up, and every CTA finds the digit where the cut lies.
-// Order:   weights are exp(l / T - largest) in fixed point (units of 2^-45), so that sums of them are exact and come out
-//          the same in whatever order they are made.
+// sampling_select.cu: rows that sampling.cu could not settle among their few hundred best tokens: wide nuclei, large top_k,
+// thousands of equals. Other rows cost a look at one word.
+// Tiling:  a cluster of 8 CTAs a row; each keeps its eighth of the row in shared memory. A cut is found by a radix search
+//          over the distance from the best (of weights' bits, or of logits' keys), 11 bits a level: each CTA counts its
+//          tokens and adds up their weights by digit, the cluster adds the bins up, and every CTA finds the digit where the
+//          cut lies.
+// Order:   weights are added in fixed point, so that sums are exact and come out the same in whatever order they are made.
 // Skipped: tokens that no cut can keep (beyond the k-th best of the units' best, or in a tail too light to matter) take
 //          part in nothing, and units that hold only such tokens are not read.
 // Traffic: at most the row once for the choice and once for log-probabilities. Latency-bound: two cluster barriers a level.
@@ -28,11 +28,9 @@ static_assert(kChunkStep % kUnit == 0);
 constexpr int kMaxUnits = 256;
 static_assert(kOwnBins <= kThreads && kMaxUnits <= kThreads);
 constexpr uint32_t kAll = 0xffffffffu;
-constexpr float kScale = 0x1p45f;
-constexpr float kLeastLogWeight = -32.f;  // exp of it is less than half a unit of fixed point
 constexpr int kMaxRowsInFlight = 64;
 
-// A prefix of the tokens in order of d, then id: all with d < last, and the first `ties` of those with d == last.
+// A prefix of the tokens in order of distance d, then id: all with d < last, and the first `ties` of those with d == last.
 struct Cut {
   uint32_t last, ties;
   uint64 weight;  // of the prefix
@@ -59,19 +57,18 @@ struct alignas(16) Shared {
 struct Select {
   const SampleParams& p;
   Shared& s;
-  float* values;  // [chunk]: tokens [begin, begin + chunk); NaN beyond the vocabulary and where nothing was read
+  float* values;  // [chunk]: weights, or logits, of tokens [begin, begin + chunk); NaN: none, or not read
   int chunk, begin, lane, warp, cta;
   cg::cluster_group cluster;
 
   // What candidates are compared with.
   float cutoff;          // candidates are >= it
-  uint32_t largest_key;
-  Divisor temperature;
-  float largest;         // of l / T
+  uint32_t largest_key;  // of logits
 
-  __device__ __forceinline__ uint32_t distance(float x) const { return largest_key - float_key(x); }
-  __device__ __forceinline__ float weight(float x) const { return expf(temperature.divide(x) - largest); }
-  __device__ __forceinline__ uint64 fixed_weight(float x) const { return __float2ull_rn(weight(x) * kScale); }
+  template <bool kWeights>
+  __device__ __forceinline__ uint32_t distance(float x) const {
+    return kWeights ? weight_distance(x) : largest_key - float_key(x);
+  }
 
   // visit(value, id) for the tokens of this warp's segment, in a lane's order of ids.
   template <class Visit>
@@ -86,9 +83,9 @@ struct Select {
     }
   }
 
-  // The k-th largest of the units' keys, which at least k tokens reach; kKeyNegInf if there are fewer units.
+  // The k-th largest of `unit_keys`, which at least k tokens reach; 0 if there are fewer units.
   __device__ uint32_t kth_unit_key(int k) {
-    if (threadIdx.x == 0) s.bound = kKeyNegInf;
+    if (threadIdx.x == 0) s.bound = 0;
     __syncthreads();
     if (k <= p.num_units && threadIdx.x < p.num_units) {
       const uint32_t own = s.unit_keys[threadIdx.x];
@@ -118,7 +115,7 @@ struct Select {
       __syncthreads();
       const uint32_t first = static_cast<uint32_t>(uint64{prefix} << (low - shift));
       for_candidates([&](float x, int) {
-        const uint32_t d = distance(x);
+        const uint32_t d = distance<kWeights>(x);
         if (d > range || (uint64{d} >> low) != prefix) return;
         const uint32_t digit = (d >> shift) - first;
         atomicAdd(&s.counts[digit], 1u);
@@ -228,8 +225,9 @@ struct Select {
 
   // How a token stands to the cut: kept, one of the equals at its end, or out.
   enum Standing { kOut, kTie, kKept };
+  template <bool kWeights>
   __device__ __forceinline__ Standing standing(float x, const Cut& cut) const {
-    const uint32_t d = distance(x);
+    const uint32_t d = distance<kWeights>(x);
     return d < cut.last || (d == cut.last && cut.ties == kAll) ? kKept : d == cut.last ? kTie : kOut;
   }
 
@@ -238,10 +236,9 @@ struct Select {
   __device__ int choose(const Cut& cut, float min_p, double u) {
     uint64 kept = 0;
     uint32_t ties = 0;
-    float tie = 0.f;
     for_candidates([&](float x, int) {
-      const Standing is = standing(x, cut);
-      if (is == kOut || weight(x) < min_p) return;
+      const Standing is = standing<true>(x, cut);
+      if (is == kOut || x < min_p) return;
       if (is == kKept) kept += fixed_weight(x);
       if (is == kTie) ++ties;
     });
@@ -253,8 +250,7 @@ struct Select {
     }
     cluster.sync();
     if (warp == 0) {
-      tie = key_float(largest_key - cut.last);
-      const uint64 each = cut.ties == kAll ? 0 : fixed_weight(tie);
+      const uint64 each = cut.ties == kAll ? 0 : fixed_weight(distance_weight(cut.last));
       constexpr int kOwn = kCtas * kWarps / kWarpSize;  // segments of the row that a lane looks at
       uint64 weights[kOwn];
       uint32_t counts[kOwn], sum = 0;
@@ -279,7 +275,7 @@ struct Select {
       }
       const uint64 inclusive = warp_inclusive_sum(own, lane);
       const uint64 whole = __shfl_sync(0xffffffffu, inclusive, kWarpSize - 1);
-      const uint64 target = min(static_cast<uint64>(u * static_cast<double>(whole)), whole - 1);
+      const uint64 target = target_weight(u, whole);
       const int source = __ffs(__ballot_sync(0xffffffffu, inclusive > target)) - 1;
       uint64 running = inclusive - own, running_before = running;
       int segment = 0;
@@ -319,7 +315,7 @@ struct Select {
       uint32_t ties = 0;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        is[j] = x[j] >= cutoff && weight(x[j]) >= min_p ? standing(x[j], cut) : kOut;
+        is[j] = x[j] >= cutoff && x[j] >= min_p ? standing<true>(x[j], cut) : kOut;
         ties += is[j] == kTie;
       }
       const uint32_t tie_end = tie_index + warp_inclusive_sum(ties, lane);
@@ -355,7 +351,7 @@ struct Select {
   __device__ void collect(const Cut& cut) {
     uint32_t ties = 0;
     if (cut.ties != kAll) {
-      for_candidates([&](float x, int) { ties += distance(x) == cut.last; });
+      for_candidates([&](float x, int) { ties += distance<false>(x) == cut.last; });
       ties = __reduce_add_sync(0xffffffffu, ties);
     }
     if (lane == 0) s.warp_ties[warp] = ties;
@@ -380,7 +376,7 @@ struct Select {
     __syncthreads();
     Shared& first = *cluster.map_shared_rank(&s, 0);
     const auto keep = [&](float x, int id) {
-      first.top[atomicAdd(&first.num_top, 1u) % kWarpSize] = uint64{distance(x)} << 32 | static_cast<uint32_t>(id);
+      first.top[atomicAdd(&first.num_top, 1u) % kWarpSize] = uint64{distance<false>(x)} << 32 | static_cast<uint32_t>(id);
     };
     const int length = chunk / kWarps;
     uint32_t tie_index = s.ties_before[warp];
@@ -389,12 +385,12 @@ struct Select {
       const float x[4] = {v.x, v.y, v.z, v.w};
       uint32_t own_ties = 0;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) own_ties += x[j] >= cutoff && standing(x[j], cut) == kTie;
+      for (int j = 0; j < 4; ++j) own_ties += x[j] >= cutoff && standing<false>(x[j], cut) == kTie;
       const uint32_t tie_end = tie_index + warp_inclusive_sum(own_ties, lane);
       uint32_t tie = tie_end - own_ties;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const Standing is = x[j] >= cutoff ? standing(x[j], cut) : kOut;
+        const Standing is = x[j] >= cutoff ? standing<false>(x[j], cut) : kOut;
         if (is == kKept || (is == kTie && tie < cut.ties)) keep(x[j], begin + i + j);
         tie += is == kTie;
       }
@@ -403,18 +399,15 @@ struct Select {
     cluster.sync();
   }
 
-  // This CTA's tokens, of the units whose largest is at least `least`.
-  template <bool kAdjusted>
-  __device__ void load(const SamplingRow& row, const float* logits, uint32_t least) {
+  // This CTA's tokens, of the units whose entry in `unit_keys` is at least `least`.
+  template <class Load>
+  __device__ void load(uint32_t least, const Load& load_four) {
     const float nan = __uint_as_float(0x7fffffffu);
-#pragma unroll 7
+#pragma unroll 4
     for (int i = threadIdx.x * 4; i < chunk; i += kThreads * 4) {
       const int id = begin + i;
       float4 x = make_float4(nan, nan, nan, nan);
-      if (id < p.vocab_size && s.unit_keys[id / kUnit] >= least) {
-        x = load_logits(logits, id, p.vocab_size, p.vectors, nan);
-        if (kAdjusted && row.adjusted) x = row.adjust(x, id);
-      }
+      if (id < p.vocab_size && s.unit_keys[id / kUnit] >= least) x = load_four(id);
       *reinterpret_cast<float4*>(values + i) = x;
     }
     __syncthreads();
@@ -422,33 +415,27 @@ struct Select {
 
   __device__ int choose_truncated(const SamplingRow& row, const RowStats& stats, const float* logits,
                                   const UnitStats* units) {
-    for (int u = threadIdx.x; u < p.num_units; u += kThreads) s.unit_keys[u] = static_cast<uint32_t>(units[u].best >> 32);
-    __syncthreads();
-    largest_key = static_cast<uint32_t>(stats.best >> 32);
-    temperature = Divisor(row.temperature);
-    largest = temperature.divide(key_float(largest_key));
-    // Log of the weight below which nothing can be kept.
-    float least = kLeastLogWeight;
-    if (row.top_p < 1.f && row.top_k <= 0) {
-      const float tail = 0.999f * (1.f - row.top_p) * static_cast<float>(stats.sum) / static_cast<float>(p.vocab_size);
-      least = fmaxf(least, logf(tail));
+    const Divisor temperature(row.temperature);
+    const float largest = temperature.divide(key_float(static_cast<uint32_t>(stats.best >> 32)));
+    const auto weight = [&](float x) { return expf(temperature.divide(x) - largest); };
+    for (int u = threadIdx.x; u < p.num_units; u += kThreads) {
+      s.unit_keys[u] = __float_as_uint(weight(key_float(static_cast<uint32_t>(units[u].best >> 32))));
     }
-    if (row.min_p > 0.f && (row.top_k <= 0 || row.top_p >= 1.f)) least = fmaxf(least, logf(row.min_p));
-    least -= 1e-3f + 2e-7f * fabsf(largest);  // what rounding may have moved
-    cutoff = __double2float_rd(static_cast<double>(key_float(largest_key)) +
-                               static_cast<double>(least) * static_cast<double>(row.temperature));
-    if (row.top_k > 0) cutoff = fmaxf(cutoff, key_float(kth_unit_key(row.top_k)));
-    load<true>(row, logits, float_key(cutoff));
-    Cut cut{largest_key - float_key(cutoff), kAll, 0};
-    double whole = stats.sum * static_cast<double>(kScale);
+    __syncthreads();
+    cutoff = least_weight(row, stats.sum, p.vocab_size);
+    if (row.top_k > 0) cutoff = fmaxf(cutoff, __uint_as_float(kth_unit_key(row.top_k)));
+    load(__float_as_uint(cutoff), [&](int id) {
+      float4 x = load_logits(logits, id, p.vocab_size, p.vectors, neg_inf());
+      if (row.adjusted) x = row.adjust(x, id);
+      return make_float4(weight(x.x), weight(x.y), weight(x.z), weight(x.w));
+    });
+    Cut cut{weight_distance(cutoff), kAll, 0};
+    double whole = stats.sum * static_cast<double>(kFixedScale);
     if (row.top_k > 0) {
       cut = search<false, true>(row.top_k, cut.last);
       whole = static_cast<double>(cut.weight);
     }
-    if (row.top_p < 1.f) {
-      const double share = ceil(static_cast<double>(row.top_p) * whole);
-      cut = search<true, true>(share < 1. ? 1 : static_cast<uint64>(share), cut.last);
-    }
+    if (row.top_p < 1.f) cut = search<true, true>(nucleus_weight(row.top_p, whole), cut.last);
     return choose(cut, row.min_p, philox_uniform(row.seed, row.choice, row.position));
   }
 
@@ -461,8 +448,10 @@ struct Select {
     largest_key = stats.raw_key;
     const float best = key_float(largest_key), own = logits[token];
     const uint32_t bound = num_top > 0 ? kth_unit_key(num_top) : largest_key;
-    cutoff = bound == kKeyNegInf ? neg_inf() : key_float(bound);
-    load<false>(row, logits, min(bound, float_key(own)));
+    cutoff = bound == 0 ? neg_inf() : key_float(bound);
+    load(min(bound, float_key(own)), [&](int id) {
+      return load_logits(logits, id, p.vocab_size, p.vectors, __uint_as_float(0x7fffffffu));
+    });
     uint32_t larger = 0;
     const float candidates_from = cutoff;
     cutoff = own;
@@ -504,42 +493,24 @@ __global__ void __cluster_dims__(kCtas) __launch_bounds__(kThreads, 2) sample_se
   let_dependents_launch();
   wait_for_previous_kernel();
   for (int from = blockIdx.x / kCtas; from < p.num_rows; from += clusters * kWarpSize) {
-    // Lane i looks at row from + i * clusters: does it ask for anything?
-    bool wanted = false;
+    // Lane i looks at row from + i * clusters: is anything left to do?
     const int own = from + lane * clusters;
-    if (own < p.num_rows) {
-      const SamplingRow row(p, own);
-      wanted = row.active && (row.truncated || row.num_logprobs >= 0);
-    }
-    for (uint32_t left = __ballot_sync(0xffffffffu, wanted); left != 0; left &= left - 1) {
+    for (uint32_t left = __ballot_sync(0xffffffffu, own < p.num_rows && p.todo[own] != 0); left != 0; left &= left - 1) {
       const int r = from + (__ffs(left) - 1) * clusters;
+      const uint32_t todo = p.todo[r];
       const SamplingRow row(p, r);
       const RowStats stats = static_cast<const RowStats*>(p.rows)[r];
-      if (!stats.sound) {
-        if (row.num_logprobs >= 0 && cta == 0 && threadIdx.x < kMaxTop) {
-          const float nan = __uint_as_float(0x7fffffffu);
-          if (threadIdx.x == 0) {
-            p.out_logprobs[r] = nan;
-            p.out_ranks[r] = 0;
-          }
-          p.out_top_ids[r * kMaxTop + threadIdx.x] = -1;
-          p.out_top_logprobs[r * kMaxTop + threadIdx.x] = nan;
-        }
-        continue;
-      }
       const float* logits = p.logits + r * p.logits_stride;
       const UnitStats* units = static_cast<const UnitStats*>(p.units) + int64_t{r} * p.num_units;
       Select select{p,   s, values, chunk, cta * chunk, lane, static_cast<int>(threadIdx.x) / kWarpSize, cta, cluster,
-                    0.f, 0, Divisor(1.f), 0.f};
+                    0.f, 0};
       int token = stats.token;
-      if (row.truncated) {
+      if (todo & kTodoChoose) {
         token = select.choose_truncated(row, stats, logits, units);
         if (cta == 0 && threadIdx.x == 0) write_choice(p, row, r, token, true);
-      }
-      if (row.num_logprobs >= 0) {
         __syncthreads();
-        select.report(row, stats, logits, units, r, token);
       }
+      if (todo & kTodoReport) select.report(row, stats, logits, units, r, token);
       cluster.sync();  // nobody looks into this CTA's memory any more
     }
   }

@@ -7,14 +7,18 @@ namespace {
 constexpr int kMaxVocab = 262144, kMaxRows = 65535;
 
 struct Workspace {
-  int64_t rows, units, bytes;  // where they begin; the arrivals come first
+  int64_t todo, rows, units, set_keys, raw_set_keys, bytes;  // where they begin; the arrivals come first
 };
 Workspace workspace_of(int64_t num_rows, int vocab_size) {
   const auto round_up = [](int64_t x) { return (x + 255) / 256 * 256; };
   Workspace w{};
-  w.rows = round_up(num_rows * 4);
+  const int64_t num_units = num_rows * rorqual::sample_num_units(vocab_size);
+  w.todo = round_up(num_rows * 4);
+  w.rows = w.todo + round_up(num_rows * 4);
   w.units = w.rows + round_up(num_rows * rorqual::sample_row_bytes());
-  w.bytes = w.units + round_up(num_rows * rorqual::sample_num_units(vocab_size) * rorqual::sample_unit_bytes());
+  w.set_keys = w.units + round_up(num_units * rorqual::sample_unit_bytes());
+  w.raw_set_keys = w.set_keys + round_up(num_units * 128);
+  w.bytes = w.raw_set_keys + round_up(num_units * 128);
   return w;
 }
 
@@ -67,7 +71,10 @@ extern "C" int rorqual_sample(const RorqualSample* a, void* stream) {
   p.out_top_ids = static_cast<int*>(a->out_top_ids);
   p.out_top_logprobs = static_cast<float*>(a->out_top_logprobs);
   p.arrivals = reinterpret_cast<uint32_t*>(base);
+  p.todo = reinterpret_cast<uint32_t*>(base + w.todo);
   p.rows = base + w.rows;
+  p.set_keys = reinterpret_cast<uint32_t*>(base + w.set_keys);
+  p.raw_set_keys = reinterpret_cast<uint32_t*>(base + w.raw_set_keys);
   p.units = base + w.units;
   p.logits = static_cast<const float*>(a->logits);
   p.slots = static_cast<const int*>(a->slots);

@@ -282,7 +282,7 @@ class SamplingWorkspace:
 
 def make_sampling_workspace(max_rows: int, vocab_size: int, device: torch.device) -> SamplingWorkspace:
     num_units = -(-vocab_size // 1024)
-    num_bytes = max_rows * (4 + 64 + 32 * num_units) + 3 * 256 if device.type == "cuda" else 0
+    num_bytes = max_rows * (72 + 288 * num_units) + 6 * 256 if device.type == "cuda" else 0
     return SamplingWorkspace(torch.zeros(num_bytes, dtype=torch.uint8, device=device), max_rows, vocab_size)
 
 

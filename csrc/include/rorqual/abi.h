@@ -206,7 +206,7 @@ typedef struct {
   void* out_ranks;        /* i32 [num_rows] */
   void* out_top_ids;      /* i32 [num_rows, 20], -1 from the number wanted on */
   void* out_top_logprobs; /* f32 [num_rows, 20] */
-  void* workspace;        /* about workspace_rows * (68 + 32 * ceil(vocab_size / 1024)) + 768 bytes, zero before the first
+  void* workspace;        /* about workspace_rows * (72 + 288 * ceil(vocab_size / 1024)) + 1536 bytes, zero before the first
                              call; calls that share one must not overlap */
   const void* logits;     /* f32 [num_rows, vocab_size] */
   const void* slots;      /* i32 [num_rows]; negative: not active. No slot twice */

@@ -218,8 +218,11 @@ struct SampleParams {
   int* out_top_ids;       // [num_rows, 20]
   float* out_top_logprobs;
   uint32_t* arrivals;     // [num_rows], zero before and after
+  uint32_t* todo;         // [num_rows]: what the first kernel leaves to the second
   void* units;            // UnitStats [num_rows, num_units]
-  void* rows;             // RowStats [num_rows]
+  void* rows;             // RowStats [num_rows], of rows with something to do
+  uint32_t* set_keys;     // [num_rows, num_units, 32]: the largest of each lane's 32 tokens, adjusted
+  uint32_t* raw_set_keys; // the same before the adjustment, of adjusted rows
   const float* logits;    // [num_rows, logits_stride]
   const int* slots;       // [num_rows]
   const void* positions;  // [num_rows]
@@ -233,7 +236,7 @@ struct SampleParams {
   int num_rows, vocab_size, num_units, positions_bytes, active_bytes, num_top;
   bool vectors;           // rows begin at multiples of 16 bytes
 };
-// Greedy and plain rows are chosen by the first kernel, what is left by the second.
+// The first kernel settles nearly every row; the second, rows whose cut lies beyond a few hundred tokens.
 cudaError_t launch_sample_scan(const SampleParams& p, cudaStream_t stream);
 cudaError_t launch_sample_select(const SampleParams& p, cudaStream_t stream);
 int sample_num_units(int vocab_size);

@@ -29,10 +29,18 @@ struct UnitStats {
 struct RowStats {
   uint64 best;
   uint32_t raw_key;
-  int32_t token;  // -1: still to be chosen
+  int32_t token;  // chosen, unless kTodoChoose
   double sum, raw_sum;
-  int32_t sound, unused;
 };
+inline constexpr uint32_t kTodoChoose = 1, kTodoReport = 2;
+
+// Weights are exp(l / T - largest): in (0, 1], 1 for the likeliest. They are added up in fixed point, exactly.
+inline constexpr float kFixedScale = 0x1p45f, kLeastWeight = 0x1p-46f;  // below kLeastWeight: 0
+inline constexpr uint32_t kOneBits = 0x3f800000u;
+__device__ __forceinline__ uint64 fixed_weight(float w) { return __float2ull_rn(w * kFixedScale); }
+// 0 for weight 1, larger for less.
+__device__ __forceinline__ uint32_t weight_distance(float w) { return kOneBits - __float_as_uint(w); }
+__device__ __forceinline__ float distance_weight(uint32_t d) { return __uint_as_float(kOneBits - d); }
 
 // The order of floats as the order of integers; -0 and +0 are one, NaN is above infinity.
 __device__ __forceinline__ uint32_t float_key(float x) {
@@ -181,6 +189,27 @@ struct SamplingRow {
     return x;
   }
 };
+
+// The weight below which no cut keeps a token, from the row's parameters and the sum of its weights.
+__device__ __forceinline__ float least_weight(const SamplingRow& row, double sum, int vocab_size) {
+  float least = kLeastWeight;
+  // All tokens lighter than this weigh less than what lies beyond the nucleus.
+  if (row.top_p < 1.f && row.top_k <= 0) {
+    least = fmaxf(least, 0.999f * (1.f - row.top_p) * static_cast<float>(sum) / static_cast<float>(vocab_size));
+  }
+  // (Beside top_k, top_p's share is of the top k's mass, which min_p must not have cut before.)
+  if (row.top_k <= 0 || row.top_p >= 1.f) least = fmaxf(least, row.min_p);
+  return least;
+}
+// The weight that the nucleus must reach; `whole` is what its share is of.
+__device__ __forceinline__ uint64 nucleus_weight(float top_p, double whole) {
+  const double share = ceil(static_cast<double>(top_p) * whole);
+  return share < 1. ? 1 : static_cast<uint64>(share);
+}
+// The running weight that the chosen token is the first to exceed.
+__device__ __forceinline__ uint64 target_weight(double u, uint64 whole) {
+  return min(static_cast<uint64>(u * static_cast<double>(whole)), whole - 1);
+}
 
 // Logits of tokens id … id + 3 of a row; `beyond` where there is no such token.
 __device__ __forceinline__ float4 load_logits(const float* row, int id, int vocab_size, bool vectors, float beyond) {
