@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,11 +11,13 @@ import torch
 from rorqual.kernels.elementwise import mla_store, rms_norm
 from rorqual.kernels.experts import make_experts_workspace, moe_combine, moe_experts
 from rorqual.kernels.linear import absorb_q, absorb_v, linear, linear_silu_mul, make_linear_workspace
+from rorqual.kernels.loader import load
 from rorqual.kernels.mla import make_workspace, mla_decode, plan_decode
 from rorqual.kernels.moe import route
 from rorqual.kernels.prefill import PrefillPlan, gather_latents, mla_prefill
 
 from ..model.mla import LATENT_NORM_EPS
+from .launches import LayerLaunches, Pointers
 from .weights import GpuAttention, GpuDense, GpuLayer, GpuMoe, GpuWeights
 
 LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
@@ -134,6 +137,25 @@ class GpuModel:
                 device,
             )
         self.linear_workspace = make_linear_workspace(device)
+        self._library = load() if device.type == "cuda" else None
+        self._launches: LayerLaunches | None = None  # being recorded
+        self._topk: list[torch.Tensor] = []  # kept for the repeated launches
+        self._own = [self._own_tensors(i) for i in range(len(weights.layers))]
+
+    def _own_tensors(self, layer_idx: int) -> list[torch.Tensor | None]:
+        """What a layer has to itself, its cache apart: weights, and the norm that follows it."""
+        layers = self.weights.layers
+        layer = layers[layer_idx]
+        parts = (layer.attention, layer.mlp)
+        own: list[torch.Tensor | None] = [layer.post_attention_norm, self._next_norm(layer_idx)]
+        for part in parts:
+            values = (getattr(part, field.name) for field in dataclasses.fields(part))
+            own += [value for value in values if value is None or isinstance(value, torch.Tensor)]
+        return own
+
+    def _next_norm(self, layer_idx: int) -> torch.Tensor:
+        layers = self.weights.layers
+        return layers[layer_idx + 1].input_norm if layer_idx + 1 < len(layers) else self.weights.norm
 
     def forward(self, num_decode: int, chunks: ChunkRows | None, layer_caches: Sequence[torch.Tensor]) -> torch.Tensor:
         """All layers for the step's rows, whose embeddings are in `x`; returns the final normed rows, [rows, hidden].
@@ -146,14 +168,45 @@ class GpuModel:
             self.slot_mapping[num_decode:num_rows].copy_(chunks.slot_mapping)
         if num_decode:
             plan_decode(self.decode_workspace, self.kv_lens[:num_decode], self.q_starts[: num_decode + 1])
-        layers, eps = self.weights.layers, self.config.rms_norm_eps
-        x, normed = self.x[:num_rows], self.normed[:num_rows]
-        rms_norm(x, layers[0].input_norm, eps, out=normed)
-        for i, (layer, cache) in enumerate(zip(layers, layer_caches, strict=True)):
-            projected = self._attention(layer.attention, num_decode, num_rows, chunks, cache)
-            rms_norm(projected, layer.post_attention_norm, eps, residual=x, out=normed)
-            self._feed_forward(layer, num_rows, layers[i + 1].input_norm if i + 1 < len(layers) else self.weights.norm)
+        normed = self.normed[:num_rows]
+        rms_norm(self.x[:num_rows], self.weights.layers[0].input_norm, self.config.rms_norm_eps, out=normed)
+        recorded: dict[type, LayerLaunches] = {}
+        self._topk.clear()
+        for i, (layer, cache) in enumerate(zip(self.weights.layers, layer_caches, strict=True)):
+            own = [*self._own[i], cache]
+            launches = recorded.get(type(layer.mlp))
+            if launches is not None:
+                launches.repeat(own)
+                continue
+            if self._library is not None:
+                launches = recorded[type(layer.mlp)] = LayerLaunches(self._library, own)
+            self._launches = launches
+            self._layer(layer, self._next_norm(i), num_decode, num_rows, chunks, cache)
+            self._launches = None
         return normed
+
+    def _layer(
+        self,
+        layer: GpuLayer,
+        next_norm: torch.Tensor,
+        num_decode: int,
+        num_rows: int,
+        chunks: ChunkRows | None,
+        cache: torch.Tensor,
+    ) -> None:
+        """One layer, from normed rows to rows normed for the next. What it calls is recorded: nothing in it may depend
+        on the layer but through the tensors of `_own_tensors` and the cache."""
+        x, normed = self.x[:num_rows], self.normed[:num_rows]
+        projected = self._attention(layer.attention, num_decode, num_rows, chunks, cache)
+        rms_norm(
+            projected,
+            layer.post_attention_norm,
+            self.config.rms_norm_eps,
+            residual=x,
+            out=normed,
+            library=self._launches,
+        )
+        self._feed_forward(layer, num_rows, next_norm)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
         """out = hidden times the head: hidden [n, hidden] bf16, out float32 [n, vocab]."""
@@ -162,7 +215,9 @@ class GpuModel:
     def _linear(
         self, x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return linear(
+        launches = self._launches
+        before = launches.num_launches if launches is not None else 0
+        linear(
             x,
             weight,
             out=out,
@@ -170,7 +225,23 @@ class GpuModel:
             bias=bias,
             deterministic=self.deterministic,
             workspace=self.linear_workspace,
+            library=launches,
         )
+        if launches is not None and launches.num_launches == before:  # it was cuBLAS's
+            index, bias_index = launches.index_of(weight), None if bias is None else launches.index_of(bias)
+
+            def again(own: Pointers) -> None:
+                layer_weight, layer_bias = own[index], None if bias_index is None else own[bias_index]
+                assert layer_weight is not None
+                if out.dtype == torch.bfloat16:
+                    torch.mm(x, layer_weight.t(), out=out)
+                else:
+                    torch.mm(x, layer_weight.t(), out_dtype=out.dtype, out=out)
+                if layer_bias is not None:
+                    out.add_(layer_bias)
+
+            launches.record(again)
+        return out
 
     def _attention(
         self, weights: GpuAttention, num_decode: int, num_rows: int, chunks: ChunkRows | None, cache: torch.Tensor
@@ -182,7 +253,7 @@ class GpuModel:
             assert weights.q_norm is not None
             assert self.q_lora is not None
             assert self.q is not None
-            q = rms_norm(q, weights.q_norm, LATENT_NORM_EPS, out=self.q_lora[:num_rows])
+            q = rms_norm(q, weights.q_norm, LATENT_NORM_EPS, out=self.q_lora[:num_rows], library=self._launches)
             q = self._linear(q, weights.q_b, out=self.q[:num_rows])
         heads = _per_head(q, self.heads)
         attended = self.attended[:num_rows]
@@ -197,6 +268,7 @@ class GpuModel:
             norm_weight=weights.kv_norm,
             eps=LATENT_NORM_EPS,
             latent_out=self.latents[:num_rows] if chunks is not None else None,
+            library=self._launches,
         )
         if num_decode:
             self._attend_latents(
@@ -212,7 +284,12 @@ class GpuModel:
                 self._attend_expanded(weights, heads[group.start : group.end], group, cache, attended)
             for rows in chunks.recomputed:
                 # (Planned for each layer: these rows are rare, and the workspace is the decode rows'.)
-                plan_decode(self.decode_workspace, rows.kv_lens, self.q_starts[: rows.end - rows.start + 1])
+                plan_decode(
+                    self.decode_workspace,
+                    rows.kv_lens,
+                    self.q_starts[: rows.end - rows.start + 1],
+                    library=self._launches,
+                )
                 self._attend_latents(
                     weights,
                     heads[rows.start : rows.end],
@@ -222,7 +299,12 @@ class GpuModel:
                     attended[rows.start : rows.end],
                 )
             if chunks.recomputed and num_decode:
-                plan_decode(self.decode_workspace, self.kv_lens[:num_decode], self.q_starts[: num_decode + 1])
+                plan_decode(
+                    self.decode_workspace,
+                    self.kv_lens[:num_decode],
+                    self.q_starts[: num_decode + 1],
+                    library=self._launches,
+                )
         return self._linear(attended, weights.o, out=self.projected[:num_rows], bias=weights.o_bias)
 
     def _attend_latents(
@@ -237,7 +319,7 @@ class GpuModel:
         """The absorbed form, a sequence a row. heads: [rows, heads, 192], turned; attended: [rows, heads * 128]."""
         num_rows = heads.shape[0]
         q_latent, o_latent = self.q_latent[:num_rows], self.o_latent[:num_rows]
-        absorb_q(heads[..., :NOPE], weights.w_uk, q_latent, deterministic=self.deterministic)
+        absorb_q(heads[..., :NOPE], weights.w_uk, q_latent, deterministic=self.deterministic, library=self._launches)
         mla_decode(
             q_latent,
             heads[..., NOPE:],
@@ -248,8 +330,9 @@ class GpuModel:
             workspace=self.decode_workspace,
             softmax_scale=self.config.softmax_scale,
             out=o_latent,
+            library=self._launches,
         )
-        absorb_v(o_latent, weights.w_uv, attended, deterministic=self.deterministic)
+        absorb_v(o_latent, weights.w_uv, attended, deterministic=self.deterministic, library=self._launches)
 
     def _attend_expanded(
         self,
@@ -264,7 +347,7 @@ class GpuModel:
             latents = self.latents[group.start : group.end]
         else:
             latents = self.gathered[: group.num_keys]
-            gather_latents(cache, group.block_tables, group.k_starts, latents)
+            gather_latents(cache, group.block_tables, group.k_starts, latents, library=self._launches)
         kv = self.kv[: group.num_keys]
         self._linear(latents[:, :LATENT], weights.kv_b, out=kv.flatten(1))
         mla_prefill(
@@ -274,6 +357,7 @@ class GpuModel:
             _per_head(attended[group.start : group.end], self.heads),
             group.plan,
             scale=self.config.softmax_scale,
+            library=self._launches,
         )
 
     def _feed_forward(self, layer: GpuLayer, num_rows: int, next_norm: torch.Tensor) -> None:
@@ -288,15 +372,16 @@ class GpuModel:
                 out=self.gated[:num_rows],
                 deterministic=self.deterministic,
                 workspace=self.linear_workspace,
+                library=self._launches,
             )
             projected = self._linear(gated, mlp.down, out=self.projected[:num_rows])
-            rms_norm(projected, next_norm, config.rms_norm_eps, residual=x, out=normed)
+            rms_norm(projected, next_norm, config.rms_norm_eps, residual=x, out=normed, library=self._launches)
             return
         logits = self.router_logits[:num_rows]
         if mlp.router.dtype == torch.bfloat16:
             self._linear(normed, mlp.router, out=logits)
         else:
-            torch.mm(normed.float(), mlp.router.t(), out=logits)
+            self._float32_router(normed, mlp.router, logits)
         topk_ids, topk_weights = route(
             logits,
             mlp.router_bias,
@@ -309,8 +394,18 @@ class GpuModel:
             scale_normed=config.model_type == "deepseek_v3",
             routed_scaling_factor=config.routed_scaling_factor,
             num_shared=config.n_shared_experts,
+            library=self._launches,
         )
-        moe_experts(normed, topk_ids, mlp.gate_up, mlp.down, self.experts_workspace, deterministic=self.deterministic)
+        self._topk += (topk_ids, topk_weights)
+        moe_experts(
+            normed,
+            topk_ids,
+            mlp.gate_up,
+            mlp.down,
+            self.experts_workspace,
+            deterministic=self.deterministic,
+            library=self._launches,
+        )
         moe_combine(
             self.experts_workspace,
             topk_weights,
@@ -318,7 +413,21 @@ class GpuModel:
             norm_weight=next_norm,
             eps=config.rms_norm_eps,
             normed_out=normed,
+            library=self._launches,
         )
+
+    def _float32_router(self, normed: torch.Tensor, router: torch.Tensor, logits: torch.Tensor) -> None:
+        """For routers that BF16 cannot hold."""
+        torch.mm(normed.float(), router.t(), out=logits)
+        if self._launches is not None:
+            index = self._launches.index_of(router)
+
+            def again(own: Pointers) -> None:
+                layer_router = own[index]
+                assert layer_router is not None
+                torch.mm(normed.float(), layer_router.t(), out=logits)
+
+            self._launches.record(again)
 
 
 def _per_head(x: torch.Tensor, num_heads: int) -> torch.Tensor:
