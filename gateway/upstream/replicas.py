@@ -84,7 +84,7 @@ class Replica:
         await self._channel.close()
 
     def _set(self, state: State, cause: str) -> None:
-        changed = state is not self.state or not self._asked
+        changed = state is not self.state or cause != self.cause or not self._asked
         self._asked = True
         self.state, self.cause = state, cause
         if not changed:
@@ -110,15 +110,14 @@ class Replica:
         question = health_pb2.HealthCheckRequest(service=TEXT_SERVICE)
         answer = await self._health.Check(question, timeout=HEALTH_TIMEOUT_S)
         state = State.READY if answer.status == health_pb2.HealthCheckResponse.SERVING else State.NOT_READY
-        if with_models or state is not self.state:
+        if with_models or state is State.NOT_READY or state is not self.state:
             response = await self.stub.ListModels(text_pb2.ListModelsRequest(), timeout=HEALTH_TIMEOUT_S)
             self.models = (response,)
         if state is State.READY:
             self._set(state, f"tokenizer {self.address} is ready")
         else:
-            self._set(
-                state, f"tokenizer {self.address} answers, but the scheduler or the executor behind it is not ready"
-            )
+            missing = self.models[0].missing or "what is behind it is not ready"
+            self._set(state, f"tokenizer {self.address} answers, but {missing}")
 
     async def _keep_session(self) -> None:
         while True:

@@ -342,12 +342,14 @@ class ListModelsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListModelsResponse(_message.Message):
-    __slots__ = ("models", "created_unix_s")
+    __slots__ = ("models", "created_unix_s", "missing")
     MODELS_FIELD_NUMBER: _ClassVar[int]
     CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
     models: _containers.RepeatedCompositeFieldContainer[_common_pb2.ModelInfo]
     created_unix_s: int
-    def __init__(self, models: _Optional[_Iterable[_Union[_common_pb2.ModelInfo, _Mapping]]] = ..., created_unix_s: _Optional[int] = ...) -> None: ...
+    missing: str
+    def __init__(self, models: _Optional[_Iterable[_Union[_common_pb2.ModelInfo, _Mapping]]] = ..., created_unix_s: _Optional[int] = ..., missing: _Optional[str] = ...) -> None: ...
 
 class TextServiceSessionRequest(_message.Message):
     __slots__ = ("commands", "heartbeat")

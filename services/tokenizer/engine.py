@@ -121,6 +121,11 @@ class TextEngine:
         return info
 
     @property
+    def missing(self) -> str:
+        """What keeps requests from being served now, in words; empty where nothing does."""
+        return self._watch.missing
+
+    @property
     def max_model_len(self) -> int:
         """0 where it is not known."""
         return self._watch.last.max_model_len if self._watch.last is not None else 0

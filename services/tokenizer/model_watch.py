@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 import grpc
 
 from rorqual.core.errors import PreconditionError
+from rorqual.rpc.status import from_rpc_error
 from rorqual.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 _log = logging.getLogger(__name__)
@@ -19,7 +20,10 @@ _CALL_TIMEOUT_S = 2.0
 
 
 class ModelWatch:
-    """`model` is None while the scheduler, or its executor, is not there; `last` is what it was then."""
+    """`model` is None while the scheduler, or its executor, is not there; `last` is what it was then.
+
+    `missing` says in words what keeps requests from being served; empty where nothing does.
+    """
 
     def __init__(
         self,
@@ -36,6 +40,7 @@ class ModelWatch:
         self._on_change = on_change
         self._task: asyncio.Task[None] | None = None
         self._serving = False
+        self.missing = "the scheduler has not answered yet"
         self.model: common_pb2.ModelInfo | None = None
         self.last: common_pb2.ModelInfo | None = None
 
@@ -66,17 +71,19 @@ class ModelWatch:
             try:
                 info = await self._stub.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=_CALL_TIMEOUT_S)
                 self.model = info.model if info.HasField("model") else None
-            except grpc.RpcError:
+                self.missing = "" if self.model is not None else "the scheduler has no executor that serves a model"
+            except grpc.RpcError as error:
                 self.model = None
+                self.missing = f"the scheduler does not answer ({from_rpc_error(error).reason.lower()})"
             if self.model is not None:
                 self.last = self.model
-            serving = self.model is not None
             try:
                 self.check_vocabulary()
             except PreconditionError as error:
-                if serving and not self._serving:
+                if self.model is not None and not self._serving:
                     _log.error("%s", error)
-                serving = False
+                self.missing = self.missing or error.message
+            serving = not self.missing
             if serving != self._serving:
                 self._serving = serving
                 _log.info("%s", "the model is served" if serving else "no model is served")

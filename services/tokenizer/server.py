@@ -106,5 +106,7 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
 
     async def ListModels(self, request: text_pb2.ListModelsRequest, context: Context) -> text_pb2.ListModelsResponse:
         return text_pb2.ListModelsResponse(
-            models=[self._engine.model_info()], created_unix_s=self._engine.created_unix_s
+            models=[self._engine.model_info()],
+            created_unix_s=self._engine.created_unix_s,
+            missing=self._engine.missing,
         )

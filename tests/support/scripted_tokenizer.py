@@ -118,6 +118,7 @@ class ScriptedTokenizer(text_pb2_grpc.TextServiceServicer):
     ) -> None:
         self.script = script
         self.models = [common_pb2.ModelInfo(name=MODEL, max_model_len=4096, vocab_size=8192, fingerprint=FINGERPRINT)]
+        self.missing = ""  # what ListModels names
         self.requests: list[TextRequest] = []  # as they came, resumes too
         self.cancelled: list[str] = []  # request ids
         self.cancel_seen = asyncio.Event()
@@ -176,7 +177,7 @@ class ScriptedTokenizer(text_pb2_grpc.TextServiceServicer):
             live.broken.set()
 
     async def ListModels(self, request: text_pb2.ListModelsRequest, context: Any) -> text_pb2.ListModelsResponse:
-        return text_pb2.ListModelsResponse(models=self.models, created_unix_s=1_700_000_000)
+        return text_pb2.ListModelsResponse(models=self.models, created_unix_s=1_700_000_000, missing=self.missing)
 
     async def Tokenize(self, request: text_pb2.TokenizeRequest, context: Any) -> text_pb2.TokenizeResponse:
         """A token a character: its code point."""

@@ -1,0 +1,59 @@
+"""/health through a real tokenizer service: which part of the chain is missing, and that it comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from rorqual.core.config import TokenizerConfig
+from services.tokenizer.app import TokenizerApp
+from tests.support.running_gateway import RunningGateway, running_gateway
+from tests.support.scripted_scheduler import Script, ScriptedScheduler
+from tests.support.vocabularies import TINY_FOLDER
+
+BOUND_S = 15.0
+"""Within so long /health says what was lost."""
+
+
+async def health(http: RunningGateway, cause: str) -> dict[str, Any]:
+    """/health, once it names `cause` ("": is well)."""
+    async with asyncio.timeout(BOUND_S):
+        while True:
+            response = await http.client.get("/health")
+            body: dict[str, Any] = response.json()
+            assert (response.status_code == 200) == ("cause" not in body)
+            if body.get("cause", "") == "" if not cause else cause in body.get("cause", ""):
+                return body
+            await asyncio.sleep(0.05)
+
+
+async def test_the_missing_part_is_named() -> None:
+    scheduler = ScriptedScheduler(lambda request: Script([[5]]))
+    port = await scheduler.start()
+    app = TokenizerApp(
+        TokenizerConfig(listen="127.0.0.1:0", scheduler=f"127.0.0.1:{port}", model=str(TINY_FOLDER), peer_timeout_s=5)
+    )
+    text_port = await app.start()
+    try:
+        async with running_gateway(f"127.0.0.1:{text_port}", peer_timeout_s=1.5) as http:
+            await health(http, "")
+            model, scheduler.model = scheduler.model, None
+            await health(http, "the scheduler has no executor that serves a model")
+            scheduler.model = model
+            await health(http, "")
+            await scheduler.stop()
+            lost = await health(http, "the scheduler does not answer")
+            assert lost["status"] == "unavailable"
+            refused = await http.client.post("/v1/completions", json={"prompt": "x"}, timeout=20)
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"]
+            assert (await http.client.get("/health/live")).status_code == 200  # the gateway itself is well
+            await scheduler.start()
+            await health(http, "")
+            assert (await http.client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+    finally:
+        await app.stop(0)
+        await scheduler.stop()
+    # Nobody answers at all.
+    async with running_gateway(f"127.0.0.1:{text_port}", wait=False) as http:
+        await health(http, f"tokenizer 127.0.0.1:{text_port} is unreachable")
