@@ -422,13 +422,19 @@ __global__ void __launch_bounds__(kScanWarps* kWarpSize, 3) sample_scan_kernel(c
   const float* logits = p.logits + r * p.logits_stride;
   let_dependents_launch();
   wait_for_previous_kernel();
+  const RowHead head(p, r);
   const int first = unit * kUnit + lane * 4;
   float4 x[kUnitVecs];
+  if (p.vectors && (unit + 1) * kUnit <= p.vocab_size) {
 #pragma unroll
-  for (int j = 0; j < kUnitVecs; ++j) {
-    x[j] = load_logits(logits, first + j * 4 * kWarpSize, p.vocab_size, p.vectors, neg_inf());
+    for (int j = 0; j < kUnitVecs; ++j) x[j] = *reinterpret_cast<const float4*>(logits + first + j * 4 * kWarpSize);
+  } else {
+#pragma unroll
+    for (int j = 0; j < kUnitVecs; ++j) {
+      x[j] = load_logits(logits, first + j * 4 * kWarpSize, p.vocab_size, false, neg_inf());
+    }
   }
-  const SamplingRow row(p, r);
+  const SamplingRow row(p, head);
   if (!row.active) {
     if (blockIdx.x == 0 && threadIdx.x == 0) p.todo[r] = 0;
     return;

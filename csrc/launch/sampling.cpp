@@ -78,8 +78,8 @@ extern "C" int rorqual_sample(const RorqualSample* a, void* stream) {
   p.units = base + w.units;
   p.logits = static_cast<const float*>(a->logits);
   p.slots = static_cast<const int*>(a->slots);
-  p.positions = a->positions;
-  p.active = a->active;
+  p.positions = a->targets ? nullptr : a->positions;
+  p.active = a->targets ? nullptr : a->active;
   p.targets = static_cast<const int*>(a->targets);
   p.records = static_cast<const int*>(a->records);
   p.bias = static_cast<const float*>(a->bias);

@@ -100,6 +100,25 @@ __device__ __forceinline__ double philox_uniform(uint64 seed, uint32_t choice, u
   return static_cast<double>((uint64{x0 >> 5} << 26) | (x1 >> 6)) * 0x1p-53;
 }
 
+// What leads to a row's parameters: read ahead of the logits and not looked at before them, so that nothing waits.
+struct RowHead {
+  int index;  // the slot, or the target
+  int flag = 1;
+  int64_t position = 0;
+
+  __device__ __forceinline__ RowHead(const SampleParams& p, int row)
+      : index((p.targets != nullptr ? p.targets : p.slots)[row]) {
+    if (p.active != nullptr) {
+      flag = p.active_bytes == 1 ? static_cast<const uint8_t*>(p.active)[row] : static_cast<const int32_t*>(p.active)[row];
+    }
+    if (p.positions != nullptr) {
+      position = p.positions_bytes == 8 ? static_cast<const int64_t*>(p.positions)[row]
+                                        : static_cast<const int32_t*>(p.positions)[row];
+    }
+  }
+  __device__ __forceinline__ bool active() const { return index >= 0 && flag != 0; }
+};
+
 // One row's parameters, read once by every thread.
 struct SamplingRow {
   bool active = false, greedy = true, truncated = false, adjusted = false;
@@ -113,23 +132,16 @@ struct SamplingRow {
   bool no_stop = false;            // too early for a stop token
   float presence = 0.f, frequency = 0.f, repetition = 1.f;
 
-  __device__ SamplingRow(const SampleParams& p, int row) {
+  __device__ __forceinline__ SamplingRow(const SampleParams& p, int row) : SamplingRow(p, RowHead(p, row)) {}
+  __device__ __forceinline__ SamplingRow(const SampleParams& p, const RowHead& head) : active(head.active()) {
     if (p.targets != nullptr) {
-      active = p.targets[row] >= 0;
       num_logprobs = p.num_top;
       return;
     }
-    const int slot = p.slots[row];
-    active = slot >= 0;
-    if (p.active != nullptr) {
-      active &= p.active_bytes == 1 ? static_cast<const uint8_t*>(p.active)[row] != 0
-                                    : static_cast<const int32_t*>(p.active)[row] != 0;
-    }
     if (!active) return;
-    const int4* record = reinterpret_cast<const int4*>(p.records) + int64_t{slot} * 4;
+    const int4* record = reinterpret_cast<const int4*>(p.records) + int64_t{head.index} * 4;
     const int4 a = record[0], b = record[1], c = record[2], d = record[3];
-    const int64_t at = p.positions_bytes == 8 ? static_cast<const int64_t*>(p.positions)[row]
-                                              : static_cast<const int32_t*>(p.positions)[row];
+    const int64_t at = head.position;
     temperature = __int_as_float(a.x);
     top_p = __int_as_float(a.y);
     top_k = a.z < p.vocab_size ? a.z : 0;
