@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from typing import Any
 
 import pytest
@@ -178,6 +179,42 @@ def test_what_is_no_call_is_content_without_its_marks(format_name: str, text: st
     answer = whole(format_name, text)
     assert answer.plain == ("", content, [])
     assert_any_pieces(format_name, text, Start.CONTENT, answer)
+
+
+@pytest.mark.parametrize("length", [1000, 1024, 1025, 3000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{CALLS}{CALL}function{SEP}[]f\n```json\n{{}}\n```{END}",
+        f"{CALLS}{CALL}function{SEP}[]{{}}{END}",
+        f"{CALLS}{CALL}function{SEP}f\n[]```json\n{{}}\n```{END}",
+        f"{CALLS}{CALL}f[]{SEP}[]```json {{}}{END}",
+        f"{CALLS}{CALL}f{SEP}{{}}[]```[]{END}[]after",
+        f"[]{CALLS}[]{CALL}f[]",
+    ],
+)
+@pytest.mark.parametrize("filler", [" ", "\n", "`", "x"])
+def test_long_stretches_give_the_same_in_any_pieces(text: str, filler: str, length: int) -> None:
+    stream = stream_text("deepseek-v3", text.replace("[]", filler * length))
+    syntax = syntax_of("deepseek-v3")
+    expected = read_pieces(syntax, Start.UNDECIDED, [stream])
+    assert read_pieces(syntax, Start.UNDECIDED, list(stream)) == expected
+    for size in (7, 1000, 1030):
+        pieces = [stream[place : place + size] for place in range(0, len(stream), size)]
+        assert read_pieces(syntax, Start.UNDECIDED, pieces) == expected
+
+
+@pytest.mark.parametrize("format_name", ["deepseek-v3", "deepseek-v4", "kimi-k2"])
+@pytest.mark.parametrize("filler", [" ", "\n", "<", "`", "{"])
+def test_a_hostile_answer_costs_linear_time(format_name: str, filler: str) -> None:
+    shape = FORMATS[format_name].shape
+    assert shape is not None
+    begun = f"{shape.begin}f{shape.after_name}"
+    for start, head in ((Start.UNDECIDED, ""), (Start.REASONING, ""), (Start.CONTENT, "a"), (Start.CONTENT, begun)):
+        pieces = [stream_text(format_name, head), *[filler] * 20_000]
+        began_s = time.process_time()
+        read_pieces(syntax_of(format_name), start, pieces)
+        assert time.process_time() - began_s < 3  # 0.1 s
 
 
 def invoke(*parameters: str) -> str:

@@ -21,7 +21,7 @@ MAX_HEAD_CHARS = 1024
 
 _FENCED_KIND = "function"
 _ID = re.compile(r"(?:functions\.)?(.*?)(?::\d+)?", re.DOTALL)
-_FENCE = re.compile(r"\s*```[A-Za-z]*[ \t]*\n?")
+_FENCE = re.compile(rf"\s{{0,{MAX_HEAD_CHARS}}}```[A-Za-z]{{0,16}}[ \t]{{0,16}}\n?")
 _PLAIN_ARGUMENTS = re.compile(r"[^\ud800-\udfff]*[^\ud800-\udfff\s`]")  # no sentinel, and no end of them
 _MAX_TAIL_CHARS = 16  # white space and a closing fence
 
@@ -170,12 +170,12 @@ class BlockReader:
 
     def _find_name(self) -> None:
         text = self._held.lstrip()
-        if text.startswith("{"):  # the bare form, of a tool that is called so
+        line, newline, rest = text.partition("\n")
+        num_blanks = len(self._held) - len(text)
+        if num_blanks <= MAX_HEAD_CHARS and text.startswith("{"):  # the bare form, of a tool that is called so
             self._begin_call(_FENCED_KIND)
             self._held = text
-            return
-        line, newline, rest = text.partition("\n")
-        if newline and len(line) <= MAX_HEAD_CHARS:
+        elif newline and num_blanks + len(line) <= MAX_HEAD_CHARS:
             self._begin_call(line.strip())
             self._held = rest
 
@@ -190,15 +190,17 @@ class BlockReader:
     def _find_fence(self) -> None:
         """Whether the arguments stand in a code fence; decided by the first characters after it."""
         text = self._held.lstrip()
-        if not text or (len(text) < 3 and "```".startswith(text)):
+        num_blanks = len(self._held) - len(text)
+        if num_blanks <= MAX_HEAD_CHARS and (not text or (len(text) < 3 and "```".startswith(text))):
             return
         fence = _FENCE.match(self._held)
-        if fence is None or fence.end() < len(self._held) or len(self._held) > MAX_HEAD_CHARS:
+        if fence is None or fence.end() < len(self._held):
             self._end_fence()
 
     def _end_fence(self) -> None:
         fence = _FENCE.match(self._held)
-        text = self._held[fence.end() :] if fence else self._held.lstrip()
+        num_blanks = len(self._held) - len(self._held.lstrip())
+        text = self._held[fence.end() if fence else min(num_blanks, MAX_HEAD_CHARS) :]
         self._enter(_State.ARGUMENTS)
         self._take_arguments(text)
 
