@@ -52,7 +52,10 @@ def chat_body(body: CountTokensBody) -> tuple[ChatBody, list[str]]:
     if body.output_config is not None:
         if body.output_config.format is not None:
             raise refuse("output_config.format", "output_config.format is not supported here")
-        chat.reasoning_effort = body.output_config.effort
+        if body.thinking is not None and body.thinking.type == "disabled":
+            ignored += ["output_config.effort"] if body.output_config.effort else []  # it is the thinking's alone
+        else:
+            chat.reasoning_effort = body.output_config.effort
     if chat.messages[-1].role == "assistant":
         chat.continue_final_message = True
     if isinstance(body, MessagesBody):

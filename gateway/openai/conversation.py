@@ -31,23 +31,34 @@ def chat_request(body: ChatBody | TokenizeBody) -> text_pb2.ChatRequest:
     """The conversation of `body`, without options. Raises InvalidRequestError naming messages[i].…"""
     if not body.messages:
         raise invalid("messages", "it must not be empty")
+    continued = bool(body.continue_final_message or body.messages[-1].prefix)
     request = text_pb2.ChatRequest(
         messages=_messages(body.messages),
         tools=_tools(body.tools or ()),
         tool_choice=_tool_choice(body.tool_choice, body.tools or ()),
-        continue_final_message=bool(body.continue_final_message),
-        chat_template_kwargs_json=_encode(body.chat_template_kwargs).decode() if body.chat_template_kwargs else "",
+        continue_final_message=continued,
+        chat_template_kwargs_json=_template_variables(body),
         reasoning_effort=body.reasoning_effort or "",
     )
     if body.add_generation_prompt is not None:
         request.add_generation_prompt = body.add_generation_prompt
-    if body.continue_final_message:
+    if continued:
         if body.messages[-1].role != "assistant":
             raise invalid("continue_final_message", "the last message must be the assistant's")
         if body.add_generation_prompt:
             raise invalid("continue_final_message", "add_generation_prompt must be false beside it")
         request.add_generation_prompt = False
     return request
+
+
+def _template_variables(body: ChatBody | TokenizeBody) -> str:
+    """As JSON. Raises InvalidRequestError where the two ways to switch thinking contradict each other."""
+    variables = dict(body.chat_template_kwargs or {})
+    if body.thinking is not None:
+        on = body.thinking.type == "enabled"
+        if variables.setdefault("thinking", on) is not on:
+            raise invalid("thinking", "it contradicts chat_template_kwargs.thinking")
+    return _encode(variables).decode() if variables else ""
 
 
 def _messages(messages: Sequence[Message]) -> list[text_pb2.ChatMessage]:

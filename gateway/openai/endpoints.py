@@ -23,8 +23,13 @@ from .response_schema import Reasoning, ResponseObject
 from .schema import DetokenizeBody, Detokenized, ModelList, ModelObject, TokenizeBody, Tokenized
 from .serve import answer_options, begin, operation, serve_generation
 
-TOKENIZE_READER = BodyReader(TokenizeBody)
-DETOKENIZE_READER = BodyReader(DetokenizeBody)
+TOKENIZE_READER = BodyReader(
+    TokenizeBody,
+    refused={"chat_template": (), "documents": ([],), "mm_processor_kwargs": ()},
+    silent=(),
+    inherit=False,
+)
+DETOKENIZE_READER = BodyReader(DetokenizeBody, silent=(), inherit=False)
 
 
 async def chat_completions(context: GatewayContext, exchange: Exchange) -> None:

@@ -23,7 +23,16 @@ _BRACKETS = re.compile(rb"[\[\]{}]")
 _MISSING = re.compile(r"Object missing required field `([^`]*)`")
 
 # Known fields that change nothing here.
-_SILENT = frozenset(("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"))
+_SILENT = frozenset(
+    (
+        "user",
+        "metadata",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+    )
+)
 
 # Known fields that are not served yet, with the values that ask for nothing (null always does).
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -31,8 +40,11 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "bad_words": ([],),
     "chat_template": (),
+    "custom_logit_processor": (),
+    "custom_params": (),
     "documents": ([],),
     "ebnf": (),
+    "extra_key": (),
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
@@ -42,34 +54,51 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "guided_whitespace_pattern": (),
     "include_reasoning": (True,),
+    "input_ids": (),
     "json_schema": (),
     "kv_transfer_params": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
+    "lora_path": (),
+    "media_io_kwargs": (),
+    "mm_processor_kwargs": (),
     "modalities": (["text"],),
+    "moderation": (),
+    "no_stop_trim": (False,),
     "parallel_tool_calls": (True,),
     "prediction": (),
     "prompt_embeds": (),
     "regex": (),
+    "request_id": (),
     "response_format": ({"type": "text"},),
+    "return_hidden_states": (False,),
     "return_tokens_as_token_ids": (False,),
+    "rid": (),
     "separate_reasoning": (True,),
     "service_tier": ("auto", "default"),
+    "session_params": (),
     "spaces_between_special_tokens": (True,),
+    "stop_regex": (),
     "store": (False,),
+    "stream_reasoning": (True,),
     "structured_outputs": (),
     "suffix": ("",),
-    "thinking": (),
+    "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
+    "vllm_xargs": (),
     "web_search_options": (),
 }
 
 _HINTS = {
-    "thinking": 'use chat_template_kwargs: {"thinking": true}',
+    "extra_key": "use cache_salt",
     "functions": "use tools",
     "function_call": "use tools and tool_choice",
+    "input_ids": "send ids as the prompt of /v1/completions",
+    "no_stop_trim": "use include_stop_str_in_output",
+    "request_id": "send it as the header x-request-id",
+    "rid": "send it as the header x-request-id",
 }
 
 

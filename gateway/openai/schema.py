@@ -93,6 +93,13 @@ class Message(msgspec.Struct):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+    prefix: bool | None = None  # of a last assistant message: DeepSeek's spelling of continue_final_message
+
+
+class ThinkingSwitch(msgspec.Struct):
+    """DeepSeek's own spelling of chat_template_kwargs.thinking."""
+
+    type: Literal["enabled", "disabled"]
 
 
 class Function(msgspec.Struct):
@@ -117,6 +124,7 @@ class ChatBody(GenerationFields, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    thinking: ThinkingSwitch | None = None
     reasoning_effort: str | None = None
     max_tokens: Annotated[int, Meta(ge=1, le=2**32 - 1)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, le=2**32 - 1)] | None = None
@@ -146,6 +154,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    thinking: ThinkingSwitch | None = None
     reasoning_effort: str | None = None
 
 

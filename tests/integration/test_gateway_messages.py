@@ -196,9 +196,9 @@ async def test_the_thinking_switch(
     response = await http.client.post("/v1/messages", json=body)
     request = chat_of(tokenizer)
     assert json.loads(request.chat_template_kwargs_json) == {"thinking": switch}
-    assert request.reasoning_effort == "high"
-    ignored = response.headers.get("x-rorqual-ignored-fields")
-    assert ignored == ("thinking.budget_tokens" if "budget_tokens" in thinking else None)
+    assert request.reasoning_effort == ("high" if switch else "")
+    ignored = {"enabled": "thinking.budget_tokens", "disabled": "output_config.effort", "adaptive": None}
+    assert response.headers.get("x-rorqual-ignored-fields") == ignored[thinking["type"]]
 
 
 @pytest.mark.parametrize(

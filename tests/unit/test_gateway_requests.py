@@ -217,6 +217,25 @@ def test_template_variables() -> None:
     assert chat_request().chat_template_kwargs_json == chat_request().reasoning_effort == ""
 
 
+@pytest.mark.parametrize(("kind", "on"), [("enabled", True), ("disabled", False)])
+def test_thinking_in_deepseeks_spelling(kind: str, on: bool) -> None:
+    request = chat_request(thinking={"type": kind}, chat_template_kwargs={"other": 1})
+    assert json.loads(request.chat_template_kwargs_json) == {"other": 1, "thinking": on}
+    twice = chat_request(thinking={"type": kind}, chat_template_kwargs={"thinking": on})
+    assert json.loads(twice.chat_template_kwargs_json) == {"thinking": on}
+
+
+def test_a_prefix_in_deepseeks_spelling() -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Once", "prefix": True}]
+    assert chat_request(messages=messages) == chat_request(
+        messages=[messages[0], {"role": "assistant", "content": "Once"}],
+        continue_final_message=True,
+        add_generation_prompt=False,
+    )
+    with pytest.raises(InvalidRequestError):
+        chat_request(messages=[{"role": "user", "content": "hi", "prefix": True}])
+
+
 def test_prompts_in_all_forms() -> None:
     (text,) = complete_requests(prompt="a")
     assert text.text == "a"
