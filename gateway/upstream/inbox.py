@@ -46,7 +46,7 @@ class Piece:
 
     choice_index: int  # over the whole HTTP request
     kind: str  # TextEvent's oneof; "" where tokens brought no text
-    parts: list[str] = field(default_factory=list)  # of content and reasoning
+    parts: list[str] = field(default_factory=list)  # of content and reasoning; of a call's arguments, until it is taken
     id_parts: list[bytes] = field(default_factory=list)  # of the tokens consumed, uint32 little-endian
     logprobs: list[TokenLogprob] = field(default_factory=list)
     detail: (
@@ -131,6 +131,8 @@ class Inbox:
             self.num_tokens += len(ids) // 4
         if which is None or which in _TEXT_KINDS:
             self._put_text(choice_index, getattr(event, which) if which else "", which or "", ids, logprobs)
+        elif which == "tool_call":
+            self._put_call(choice_index, event.tool_call, ids, logprobs)
         else:
             detail = getattr(event, which)
             copy = type(detail)()
@@ -157,6 +159,25 @@ class Inbox:
             tail.logprobs += logprobs
         self._backlog_bytes += len(text)
 
+    def _put_call(self, choice: int, delta: text_pb2.ToolCallDelta, ids: bytes, logprobs: list[TokenLogprob]) -> None:
+        """Arguments are merged like text, apart from the delta that names their call."""
+        tail = self._tails.get(choice)
+        last = tail.detail if tail is not None else None
+        if (
+            tail is None
+            or not isinstance(last, text_pb2.ToolCallDelta)
+            or (last.tool_call_idx, last.id, delta.id) != (delta.tool_call_idx, "", "")
+        ):
+            copy = text_pb2.ToolCallDelta(tool_call_idx=delta.tool_call_idx, id=delta.id, name=delta.name)
+            self._tails[choice] = tail = Piece(choice, "tool_call", detail=copy)
+            self._pieces.append(tail)
+            self._backlog_bytes += copy.ByteSize()
+        if delta.arguments_json_delta:
+            tail.parts.append(delta.arguments_json_delta)
+            self._backlog_bytes += len(delta.arguments_json_delta)
+        tail.id_parts.append(ids)
+        tail.logprobs += logprobs
+
     def end_stream(self) -> None:
         """One of the streams has said all."""
         self._open_streams -= 1
@@ -182,6 +203,10 @@ class Inbox:
         if self._error is not None and (self._whole or not self._pieces):
             raise self._error
         pieces, self._pieces = self._pieces, []
+        for piece in pieces:
+            if isinstance(piece.detail, text_pb2.ToolCallDelta):
+                piece.detail.arguments_json_delta = piece.text
+                piece.parts.clear()
         self._tails.clear()
         self._backlog_bytes = 0
         return pieces

@@ -36,12 +36,11 @@ class TokenText:
         return self.data[token_id] if token_id < len(self.data) else b""
 
     def replaced(self, texts: Mapping[int, str]) -> TokenText:
-        """A copy in which the given ids write other text (bytes stay what UTF-8 makes of it, if it can)."""
+        """A copy in which the given ids write other text. Lone surrogates have no bytes."""
         data, columns = self.data.copy(), self.texts.copy()
         for token_id, text in texts.items():
             columns[token_id] = text
-            if not text:
-                data[token_id] = b""
+            data[token_id] = text.encode("utf-8", "ignore")
         return TokenText(data, columns)
 
 

@@ -237,6 +237,12 @@ async def test_log_probabilities_of_calls_are_one_a_token() -> None:
             says(stack, answer, size)
             heard = await hear(stack.stub.Chat(ask(sampling=common_pb2.SamplingParams(logprobs=0))))
             assert [entry.token_id for entry in heard.logprobs] == heard.token_ids[0]
+    # Control tokens are named and have no bytes: those of the entries are the answer's text.
+    shown = b"".join(entry.token_bytes for entry in heard.logprobs).decode()
+    assert shown.startswith("hmok\n\n<tool_calls>\n")
+    assert {entry.token for entry in heard.logprobs if not entry.token_bytes} == {
+        "<think>", "</think>", "｜DSML｜", "<｜end▁of▁sentence｜>",
+    }  # fmt: skip
 
 
 async def test_the_thinking_switch() -> None:

@@ -103,6 +103,26 @@ def test_reasoning_then_calls(format_name: str) -> None:
         assert_any_pieces(format_name, opened, start, answer)
 
 
+@pytest.mark.parametrize("format_name", THINKING)
+def test_reasoning_tokens_are_those_between_the_tags(format_name: str) -> None:
+    vocabulary = vocabulary_of(format_name)
+    thought, rest = vocabulary.encode("\nHm 𠮷 <b>.\n"), vocabulary.encode("\n\n4")
+    opened, closed = vocabulary.think_ids
+    assert opened is not None
+    assert closed is not None
+    for start, ids in (
+        (Start.REASONING, [*thought, closed, *rest]),
+        (Start.UNDECIDED, [opened, *thought, closed, *rest]),
+    ):
+        machine = ChoiceMachine(rules_of(format_name, start))
+        machine.push(ids)
+        assert machine.num_reasoning_tokens == len(thought)
+    for start in (Start.UNDECIDED, Start.CONTENT):
+        machine = ChoiceMachine(rules_of(format_name, start))
+        machine.push([*rest, *thought])
+        assert machine.num_reasoning_tokens == 0
+
+
 @pytest.mark.parametrize("format_name", WITH_CALLS)
 def test_the_ids_are_the_models_own_where_it_writes_them(format_name: str) -> None:
     answer = whole(format_name, block(format_name, [("f", {}), ("g.h", {})]))

@@ -53,6 +53,48 @@ async def test_nothing_is_merged_over_an_end() -> None:
     assert [p.kind for p in await inbox.take()] == ["content", "finished"]
 
 
+def delta(idx: int, arguments: str = "", **named: str) -> text_pb2.ToolCallDelta:
+    return text_pb2.ToolCallDelta(tool_call_idx=idx, arguments_json_delta=arguments, **named)
+
+
+async def test_arguments_of_a_call_are_merged_apart_from_what_names_it() -> None:
+    inbox = Inbox(SystemClock())
+    put(
+        inbox,
+        event(0, [1], content="a"),
+        event(0, [2], tool_call=delta(0, id="c", name="f")),
+        event(0, [3], tool_call=delta(0, '{"x"')),
+        event(1, [4], tool_call=delta(0, "other")),
+        event(0, [5], logprobs=[logprob(":", -1.0)]),
+        event(0, [6], tool_call=delta(0, ": 1}")),
+        event(0, [7], tool_call=delta(1, id="d", name="g")),
+        event(0, [8], content="b"),
+    )
+    pieces = await inbox.take()
+    assert [(p.choice_index, p.kind, len(p.token_ids) // 4) for p in pieces] == [
+        (0, "content", 1),
+        (0, "tool_call", 1),
+        (0, "tool_call", 3),
+        (1, "tool_call", 1),
+        (0, "tool_call", 1),
+        (0, "content", 1),
+    ]
+    assert [p.detail for p in pieces if p.kind == "tool_call"] == [
+        delta(0, id="c", name="f"),
+        delta(0, '{"x": 1}'),
+        delta(0, "other"),
+        delta(1, id="d", name="g"),
+    ]
+    assert [entry.token for entry in pieces[2].logprobs] == [":"]
+
+
+async def test_a_slow_client_of_a_long_call_is_given_up_like_any() -> None:
+    inbox = Inbox(SystemClock(), max_backlog_bytes=1000)
+    for number in range(60):
+        put(inbox, event(0, [number], tool_call=delta(0, "x" * 20)))
+    assert isinstance(inbox.error, QueueFullError)
+
+
 async def test_take_waits_and_ends() -> None:
     inbox = Inbox(SystemClock())
     waiting = asyncio.create_task(inbox.take())
