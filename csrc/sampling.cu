@@ -17,6 +17,7 @@ namespace rorqual {
 namespace {
 
 constexpr int kScanWarps = 8, kScanThreads = kScanWarps * kWarpSize;
+constexpr int kMaxPerLane = kMaxUnits / kWarpSize;
 constexpr int kSetBins = 2048, kBinShift = 18;  // 32 bins for each power of two of the weight
 constexpr uint32_t kLastBin = kSetBins - 1;
 constexpr int kMaxSets = 1024, kMaxEntries = 512;
@@ -29,136 +30,87 @@ struct alignas(16) PickShared {
   uint32_t bins[kSetBins];
   uint16_t sets[kMaxSets];
   uint64 warp_weights[kScanWarps];
+  double warp_sums[kScanWarps], before, target;  // of a plain row: the sum of the units before `unit`, u of the whole
   uint32_t warp_counts[kScanWarps];
+  int unit;
   uint32_t num_sets, num_entries, bin, last;
   int token;
   bool sound;
   RowStats stats;
 };
 
-// The token of a unit at which the running sum exceeds `target`; `before` is the sum of the units before it.
-__device__ int draw_in_unit(const SampleParams& p, const SamplingRow& row, const float* logits, int unit, float largest,
-                            double before, double target, int lane) {
-  static_assert(kUnit == kWarpSize * kWarpSize);
-  const Divisor temperature(row.temperature);
-  const auto weight = [&](float x) { return expf(temperature.divide(x) - largest); };
-  const int first = unit * kUnit + lane * kWarpSize;  // a lane sums 32 neighbours; then each lane takes one of 32
-  double own = 0.;
-#pragma unroll 1
-  for (int id = first; id < first + kWarpSize; id += kWarpSize / 2) {
-    constexpr int kVecs = kUnitVecs / 2;
-    float4 x[kVecs];
-#pragma unroll
-    for (int j = 0; j < kVecs; ++j) x[j] = load_logits(logits, id + j * 4, p.vocab_size, p.vectors, neg_inf());
-#pragma unroll
-    for (int j = 0; j < kVecs; ++j) {
-      if (row.adjusted && id + j * 4 < p.vocab_size) x[j] = row.adjust(x[j], id + j * 4);
-      own += static_cast<double>((weight(x[j].x) + weight(x[j].y)) + (weight(x[j].z) + weight(x[j].w)));
-    }
-  }
-  double inclusive = before + warp_inclusive_sum(own, lane);
-  // Where rounding leaves nothing above the target: the last that is possible, here and below.
-  const auto hit = [&](bool possible) {
-    const uint32_t above = __ballot_sync(0xffffffffu, possible && inclusive > target);
-    const uint32_t any = __ballot_sync(0xffffffffu, possible);
-    return above != 0 ? __ffs(above) - 1 : max(31 - __clz(any), 0);
-  };
-  const int source = hit(own > 0.);
-  before = __shfl_sync(0xffffffffu, inclusive - own, source);
-  const int id = unit * kUnit + source * kWarpSize + lane;
-  float w = 0.f;
-  if (id < p.vocab_size) w = weight(row.adjusted ? row.adjust_at(logits[id], id) : logits[id]);
-  inclusive = before + warp_inclusive_sum(static_cast<double>(w), lane);
-  return unit * kUnit + source * kWarpSize + hit(w > 0.f);
-}
-
-// One warp combines a row's units. `only_best`: a greedy row, of which nothing else is asked. Returns whether the row is
-// sound; its token is chosen unless it is cut.
-__device__ bool finish_row(const SampleParams& p, int r, const UnitStats* units, bool only_best, RowStats& stats,
-                           int lane) {
-  const int per_lane = (p.num_units + kWarpSize - 1) / kWarpSize;
-  const int first = min(lane * per_lane, p.num_units), end = min(first + per_lane, p.num_units);
-  uint64 best = 0;
+// One warp combines a row's units and writes what a greedy row has chosen, or that nothing can be chosen. `only_best`: a
+// greedy row of which nothing else is asked. A plain row learns in which unit its token lies.
+__device__ void combine(const SampleParams& p, const SamplingRow& row, int r, const UnitStats* units, bool only_best,
+                        PickShared& s, int lane) {
+  const int per_lane = (p.num_units + kWarpSize - 1) / kWarpSize, first = lane * per_lane;
+  uint64 bests[kMaxPerLane], best = 0;
+  double sums[kMaxPerLane];
   uint32_t raw_key = 0;
-#pragma unroll 4
-  for (int u = first; u < end; ++u) {
-    best = max(best, __ldcg(&units[u].best));
-    raw_key = max(raw_key, __ldcg(&units[u].raw_key));
+#pragma unroll
+  for (int i = 0; i < kMaxPerLane; ++i) {
+    const bool exists = i < per_lane && first + i < p.num_units;
+    bests[i] = exists ? __ldcg(&units[first + i].best) : 0;
+    raw_key = max(raw_key, exists ? __ldcg(&units[first + i].raw_key) : 0);
+    sums[i] = exists && !only_best ? __ldcg(&units[first + i].sum) : 0.;
   }
+#pragma unroll
+  for (int i = 0; i < kMaxPerLane; ++i) best = max(best, bests[i]);
   const uint32_t own_key = static_cast<uint32_t>(best >> 32);
   const uint32_t key = __reduce_max_sync(0xffffffffu, own_key);
   const uint32_t not_id = __reduce_max_sync(0xffffffffu, own_key == key ? static_cast<uint32_t>(best) : 0u);
   raw_key = __reduce_max_sync(0xffffffffu, raw_key);
   const bool sound = is_finite_key(key) && is_finite_key(raw_key);
-  int token = static_cast<int>(~not_id);
-  if (only_best) {
-    if (lane == 0) {
-      p.out_tokens[r] = sound ? token : 0;
-      p.out_sound[r] = sound;
-    }
-    return sound;
-  }
+  const int token = p.targets != nullptr ? p.targets[r] : static_cast<int>(~not_id);
   if (lane == 0) {
-    stats.best = uint64{key} << 32 | not_id;
-    stats.raw_key = raw_key;
+    p.todo[r] = 0;
+    s.sound = sound;
+    if (p.targets == nullptr && (row.greedy || !sound)) write_choice(p, row, r, token, sound);
   }
-  const SamplingRow row(p, r);  // again: kept in registers through the pass, it would cost occupancy
-  double total = 0.;
-  if (sound && row.num_logprobs >= 0) {
-    double raw_total = 0.;
+  if (only_best || !sound) return;
+  double total = 0., raw_total = 0.;
+  if (row.num_logprobs >= 0) {
     const float largest = key_float(raw_key);
-    for (int u = first; u < end; ++u) {
+    for (int u = first; u < min(first + per_lane, p.num_units); ++u) {
       raw_total += __ldcg(&units[u].raw_sum) * expf(fmaxf(key_float(__ldcg(&units[u].raw_key)), -1e30f) - largest);
     }
     raw_total = warp_sum_f64(raw_total);
-    if (lane == 0) stats.raw_sum = raw_total;
   }
-  if (sound && !row.greedy) {
+  if (!row.greedy) {
     const Divisor temperature(row.temperature);
     const float largest = temperature.divide(key_float(key));
-    const auto unit_sum = [&](int u) {
-      const float own = temperature.divide(key_float(static_cast<uint32_t>(__ldcg(&units[u].best) >> 32)));
-      return __ldcg(&units[u].sum) * expf(own - largest);
-    };
     double own = 0.;
-#pragma unroll 2
-    for (int u = first; u < end; ++u) own += unit_sum(u);
+#pragma unroll
+    for (int i = 0; i < kMaxPerLane; ++i) {
+      if (i >= per_lane) continue;
+      sums[i] *= expf(temperature.divide(key_float(static_cast<uint32_t>(bests[i] >> 32))) - largest);
+      own += sums[i];
+    }
     const double inclusive = warp_inclusive_sum(own, lane);
     total = __shfl_sync(0xffffffffu, inclusive, kWarpSize - 1);
     if (!row.truncated) {
       const double target = philox_uniform(row.seed, row.choice, row.position) * total;
       const uint32_t above = __ballot_sync(0xffffffffu, own > 0. && inclusive > target);
-      const int source = above != 0 ? __ffs(above) - 1 : 0;
-      double before = inclusive - own;
+      double running = inclusive - own, before = running;
       int unit = first;
-      if (lane == source) {
-        double running = before;
-#pragma unroll 1
-        for (int u = first; u < end; ++u) {
-          const double sum = unit_sum(u);
-          if (sum > 0.) {
-            unit = u;
-            before = running;
-          }
-          running += sum;
-          if (running > target) break;
+      bool found = false;
+#pragma unroll
+      for (int i = 0; i < kMaxPerLane; ++i) {
+        if (!found && sums[i] > 0.) {
+          unit = first + i;
+          before = running;
         }
+        running += sums[i];
+        found |= running > target;
       }
-      unit = __shfl_sync(0xffffffffu, unit, source);
-      before = __shfl_sync(0xffffffffu, before, source);
-      token = draw_in_unit(p, row, p.logits + r * p.logits_stride, unit, largest, before, target, lane);
+      if (lane == (above != 0 ? __ffs(above) - 1 : 0)) {
+        s.unit = unit;
+        s.before = before;
+        s.target = target;
+      }
     }
   }
-  if (lane == 0) {
-    if (p.targets != nullptr) {
-      token = p.targets[r];
-    } else if (!row.truncated || !sound) {
-      write_choice(p, row, r, token, sound);
-    }
-    stats.token = token;
-    stats.sum = total;
-  }
-  return sound;
+  if (lane == 0) s.stats = {uint64{key} << 32 | not_id, raw_key, token, total, raw_total};
 }
 
 // What a CTA does with a row whose units are combined: cuts, and log-probabilities. Whatever is listed is listed in any
@@ -257,6 +209,41 @@ struct Pick {
 #pragma unroll
     for (int i = 0; i < kScanWarps; ++i) sum += s.warp_weights[i];
     return sum;
+  }
+
+  // Step 4 of the definition for a row that is not cut: the token of s.unit at which the running sum exceeds the target.
+  __device__ void draw() {
+    static_assert(kUnit == 4 * kScanThreads);
+    const int id = s.unit * kUnit + thread * 4;
+    float4 v = load_logits(logits, id, p.vocab_size, p.vectors, neg_inf());
+    if (row.adjusted && id < p.vocab_size) v = row.adjust(v, id);
+    const float w[4] = {weight(v.x), weight(v.y), weight(v.z), weight(v.w)};
+    const double own = static_cast<double>((w[0] + w[1]) + (w[2] + w[3]));
+    double inclusive = warp_inclusive_sum(own, lane);
+    if (thread == 0) s.token = -1;
+    if (lane == kWarpSize - 1) s.warp_sums[warp] = inclusive;
+    __syncthreads();
+    double base = s.before;
+    for (int i = 0; i < warp; ++i) base += s.warp_sums[i];
+    inclusive += base;
+    double running = __shfl_up_sync(0xffffffffu, inclusive, 1);
+    if (lane == 0) running = base;
+    int last_possible = -1;
+    bool found = false;
+    const bool here = running <= s.target && s.target < inclusive;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      running += w[i];
+      if (!found && w[i] > 0.f) last_possible = id + i;
+      found |= w[i] > 0.f && here && running > s.target;
+    }
+    if (here) s.token = last_possible;
+    __syncthreads();
+    // Where rounding leaves nothing above the target: the last that is possible.
+    if (s.token >= 0) return;
+    __syncthreads();
+    if (last_possible >= 0) atomicMax(&s.token, last_possible);
+    __syncthreads();
   }
 
   // Steps 3 and 4 of the definition. False: the list does not hold all that is kept.
@@ -374,9 +361,8 @@ struct Pick {
   }
 };
 
-// The whole last CTA of a row that is cut or reports log-probabilities.
-__device__ void pick(const SampleParams& p, PickShared& s, int r) {
-  const SamplingRow row(p, r);
+// The whole last CTA of a row that draws or reports log-probabilities.
+__device__ void pick(const SampleParams& p, const SamplingRow& row, PickShared& s, int r) {
   const int thread = threadIdx.x, lane = thread % kWarpSize, warp = thread / kWarpSize;
   const float* logits = p.logits + r * p.logits_stride;
   if (!s.sound) {
@@ -393,13 +379,16 @@ __device__ void pick(const SampleParams& p, PickShared& s, int r) {
   }
   const int64_t first_set = int64_t{r} * p.num_units * kWarpSize;
   uint32_t todo = 0;
-  if (row.truncated) {
+  if (!row.greedy) {
     const Divisor temperature(row.temperature);
     Pick chooser{p, s, row, logits, temperature, temperature.divide(key_float(static_cast<uint32_t>(s.stats.best >> 32))),
                  thread, lane, warp};
-    if (!chooser.choose(p.set_keys + first_set)) {
+    if (!row.truncated) {
+      chooser.draw();
+    } else if (!chooser.choose(p.set_keys + first_set)) {
       todo = kTodoChoose | (row.num_logprobs >= 0 ? kTodoReport : 0);
-    } else if (thread == 0) {
+    }
+    if (thread == 0 && todo == 0) {
       write_choice(p, row, r, s.token, true);
       s.stats.token = s.token;
     }
@@ -439,7 +428,7 @@ __global__ void __launch_bounds__(kScanWarps* kWarpSize, 3) sample_scan_kernel(c
     if (blockIdx.x == 0 && threadIdx.x == 0) p.todo[r] = 0;
     return;
   }
-  const bool picks = row.truncated || row.num_logprobs >= 0;
+  const bool picks = !row.greedy || row.num_logprobs >= 0, cut = row.truncated || row.num_logprobs >= 0;
   const int64_t set = (int64_t{r} * p.num_units + unit) * kWarpSize + lane;
 
   const auto lane_max = [&] {
@@ -474,7 +463,7 @@ __global__ void __launch_bounds__(kScanWarps* kWarpSize, 3) sample_scan_kernel(c
     own_max = lane_max();
     key = __reduce_max_sync(0xffffffffu, float_key(own_max));
   }
-  if (picks && unit < p.num_units) p.set_keys[set] = float_key(own_max);
+  if (cut && unit < p.num_units) p.set_keys[set] = float_key(own_max);
   if (!row.greedy) sum = exp_sum(row.temperature, key);
 
   // The lowest id that has the largest value; a NaN has none.
@@ -498,6 +487,7 @@ __global__ void __launch_bounds__(kScanWarps* kWarpSize, 3) sample_scan_kernel(c
   const bool only_best = row.greedy && row.num_logprobs < 0 && row.state == nullptr;
   __syncthreads();
   if (!picks && threadIdx.x >= kWarpSize) return;
+  const SamplingRow again(p, r);  // kept in registers through the pass, all of it would cost occupancy
   if (threadIdx.x < kWarpSize) {
     uint32_t last = 1;
     if (gridDim.x > 1) {
@@ -510,16 +500,12 @@ __global__ void __launch_bounds__(kScanWarps* kWarpSize, 3) sample_scan_kernel(c
       last = __shfl_sync(0xffffffffu, last, 0);
       __syncwarp();
     }
-    if (last) {
-      const bool sound = finish_row(p, r, units, only_best, s.stats, lane);
-      if (lane == 0) s.sound = sound;
-      if (lane == 0) p.todo[r] = 0;
-    }
+    if (last) combine(p, again, r, units, only_best, s, lane);
     if (!picks) return;
     if (lane == 0) s.last = last;
   }
   __syncthreads();
-  if (s.last) pick(p, s, r);
+  if (s.last) pick(p, again, s, r);
 }
 
 }  // namespace

@@ -25,7 +25,6 @@ static_assert(kGroups * kCtas == 2 * kWarpSize);                         // a la
 constexpr int kTile = 4 * kWarpSize;                                     // tokens a warp takes at once
 constexpr int kChunkStep = kWarps * kTile;                               // a CTA's tokens: a multiple
 static_assert(kChunkStep % kUnit == 0);
-constexpr int kMaxUnits = 256;
 static_assert(kOwnBins <= kThreads && kMaxUnits <= kThreads);
 constexpr uint32_t kAll = 0xffffffffu;
 constexpr int kMaxRowsInFlight = 64;

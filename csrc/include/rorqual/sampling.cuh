@@ -13,6 +13,7 @@ using uint64 = unsigned long long;
 
 inline constexpr int kUnit = 1024;        // tokens that one warp reduces: the sums' fixed blocks
 inline constexpr int kUnitVecs = kUnit / (4 * kWarpSize);
+inline constexpr int kMaxUnits = 256;      // a vocabulary has at most so many
 inline constexpr float kGreedyBelow = 1e-5f;
 inline constexpr int kMaxTop = 20;        // alternatives a row reports at most
 inline constexpr uint32_t kStopBit = 1u << 30, kPromptBit = 1u << 31, kCountMask = kStopBit - 1;
