@@ -28,8 +28,8 @@ from .failures import HttpError, failure_of, method_not_allowed, not_found
 from .keys import KeyRing
 from .observe import Meters
 from .openai import chat, completions, endpoints, response_request
+from .openai.answer_schema import ChatCompletion, Detokenized, ModelList, ModelObject, TextCompletion, Tokenized
 from .openai.response_schema import ResponseObject
-from .openai.schema import Detokenized, ModelList, ModelObject, Tokenized
 from .openapi import document, page
 from .route import Route
 from .upstream.replicas import ReplicaSet
@@ -75,6 +75,7 @@ class Gateway:
                 handler=endpoints.chat_completions,
                 summary="Continue a conversation.",
                 reader=chat.READER,
+                answer=ChatCompletion,
                 streams=True,
             ),
             "/v1/completions": Route(
@@ -82,6 +83,7 @@ class Gateway:
                 handler=endpoints.text_completions,
                 summary="Continue a text.",
                 reader=completions.READER,
+                answer=TextCompletion,
                 streams=True,
             ),
             "/v1/responses": Route(
@@ -110,9 +112,9 @@ class Gateway:
                 errors=ANTHROPIC_ERRORS,
             ),
             "/v1/models": Route(
-                method="GET", handler=endpoints.models, summary="The models that can be asked for.", answer=ModelList
+                method="GET", handler=messages.models, summary="The models that can be asked for.", answer=ModelList
             ),
-            ONE_MODEL: Route(method="GET", handler=endpoints.model, summary="One of them.", answer=ModelObject),
+            ONE_MODEL: Route(method="GET", handler=messages.model, summary="One of them.", answer=ModelObject),
             "/tokenize": Route(
                 method="POST",
                 handler=endpoints.tokenize,

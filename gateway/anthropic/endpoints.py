@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+
 import grpc
 import msgspec
 
@@ -10,14 +12,44 @@ from rorqual.v1 import text_pb2
 
 from ..asgi import Exchange
 from ..context import GatewayContext
-from ..openai import chat
+from ..openai import chat, endpoints
+from ..openai.answer_schema import ModelObject
 from ..openai.conversation import chat_request
 from ..openai.fields import ignored_header
 from ..openai.serve import answer_options, begin, operation, serve_generation
 from ..upstream.replicas import CALL_TIMEOUT_S
 from . import request
 from .answer import MessagesAnswer
-from .schema import TokenCount
+from .errors import ANTHROPIC_ERRORS
+from .schema import ListedModel, ModelPage, TokenCount
+
+VERSION_HEADER = "anthropic-version"
+"""Anthropic's clients send it with every request; it tells theirs from OpenAI's where they share a path."""
+
+
+async def models(context: GatewayContext, exchange: Exchange) -> None:
+    """GET /v1/models, in the form of the client that asks."""
+    if VERSION_HEADER not in exchange.headers:
+        await endpoints.models(context, exchange)
+        return
+    exchange.errors = ANTHROPIC_ERRORS
+    data = [_listed(model) for model in endpoints.served_models(context)]
+    page = ModelPage(data=data, first_id=data[0].id if data else None, last_id=data[-1].id if data else None)
+    await exchange.respond(200, msgspec.json.encode(page))
+
+
+async def model(context: GatewayContext, exchange: Exchange) -> None:
+    """GET /v1/models/{id}, in the form of the client that asks."""
+    if VERSION_HEADER not in exchange.headers:
+        await endpoints.model(context, exchange)
+        return
+    exchange.errors = ANTHROPIC_ERRORS
+    await exchange.respond(200, msgspec.json.encode(_listed(endpoints.asked_model(context, exchange))))
+
+
+def _listed(model: ModelObject) -> ListedModel:
+    created = datetime.datetime.fromtimestamp(model.created, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return ListedModel(id=model.id, display_name=model.id, created_at=created, max_input_tokens=model.max_model_len)
 
 
 async def messages(context: GatewayContext, exchange: Exchange) -> None:

@@ -161,3 +161,20 @@ class MessageObject(msgspec.Struct, kw_only=True):
 
 class TokenCount(msgspec.Struct):
     input_tokens: int
+
+
+class ListedModel(msgspec.Struct, kw_only=True):
+    type: str = "model"
+    id: str
+    display_name: str
+    created_at: str  # RFC 3339
+    max_input_tokens: int | None
+
+
+class ModelPage(msgspec.Struct, kw_only=True):
+    """All models on one page."""
+
+    data: list[ListedModel]
+    has_more: bool = False
+    first_id: str | None
+    last_id: str | None

@@ -7,11 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from msgspec import UNSET, UnsetType
+
 from rorqual.core.token_ids import unpack_token_ids
 from rorqual.v1 import text_pb2
 
 from ..upstream.inbox import Piece, TokenLogprob
+from .answer_schema import AnsweredCall, CalledFunction, PromptLogprobs
 from .chunks import ChunkTemplate
+from .logprobs import prompt_logprobs
 from .usage import finish_reason, stop_reason
 
 
@@ -94,6 +98,7 @@ class Progress:
             self.finish_reasons.append(finish_reason(detail))
 
     def prompt_token_ids(self, choice_index: int) -> bytes:
+        """uint32 little-endian; empty where they were not asked for."""
         accepted = self.accepted.get(choice_index // self._per_prompt)
         return accepted.prompt_token_ids if accepted is not None else b""
 
@@ -113,7 +118,7 @@ class WholeChoice:
 
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
-    tool_calls: dict[int, dict[str, Any]] = field(default_factory=dict)  # by tool_call_idx
+    tool_calls: dict[int, AnsweredCall] = field(default_factory=dict)  # by tool_call_idx
     echo: text_pb2.PromptEcho | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     id_parts: list[bytes] = field(default_factory=list)
@@ -127,12 +132,11 @@ class WholeChoice:
         elif piece.kind == "reasoning":
             self.reasoning += piece.parts
         elif isinstance(detail, text_pb2.ToolCallDelta):
-            call = self.tool_calls.setdefault(
-                detail.tool_call_idx, {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
-            )
-            call["id"] = detail.id or call["id"]
-            call["function"]["name"] = detail.name or call["function"]["name"]
-            call["function"]["arguments"] += detail.arguments_json_delta
+            call = self.tool_calls.get(detail.tool_call_idx)
+            if call is None:
+                call = AnsweredCall(id=detail.id, function=CalledFunction(detail.name, ""))
+                self.tool_calls[detail.tool_call_idx] = call
+            call.function.arguments += detail.arguments_json_delta
         elif isinstance(detail, text_pb2.PromptEcho):
             self.echo = detail
         elif isinstance(detail, text_pb2.ChoiceFinished):
@@ -141,13 +145,20 @@ class WholeChoice:
         self.logprobs += piece.logprobs
         self.id_parts += piece.id_parts
 
-    def extras(self, options: AnswerOptions) -> dict[str, Any]:
-        """Members beside OpenAI's own."""
+    def stop_reason(self, options: AnswerOptions) -> int | str | UnsetType:
+        """The client's own stop, where one ended it."""
         reason = stop_reason(self.finished, options.stop_token_ids)
-        out: dict[str, Any] = {} if reason is None else {"stop_reason": reason}
-        if options.return_token_ids:
-            out["token_ids"] = unpack_token_ids(b"".join(self.id_parts)).tolist()
-        return out
+        return UNSET if reason is None else reason
+
+    def token_ids(self, options: AnswerOptions) -> list[int] | UnsetType:
+        """What was generated, where that was asked for."""
+        return unpack_token_ids(b"".join(self.id_parts)).tolist() if options.return_token_ids else UNSET
+
+    def prompt_logprobs(self, options: AnswerOptions) -> PromptLogprobs | UnsetType:
+        """The prompt's, where they were asked for."""
+        if options.num_prompt_logprobs is None or self.echo is None:
+            return UNSET
+        return prompt_logprobs(self.echo, options.num_prompt_logprobs)
 
 
 def gather(pieces: list[Piece], num_choices: int, progress: Progress) -> list[WholeChoice]:

@@ -10,11 +10,12 @@ from rorqual.core.token_ids import unpack_token_ids
 from rorqual.v1 import text_pb2
 
 from ..upstream.inbox import Piece
-from .answer import AnswerOptions, Progress, gather
+from .answer import AnswerOptions, Progress, WholeChoice, gather
+from .answer_schema import AnsweredMessage, ChatChoice, ChatCompletion
 from .chunks import DONE, ChunkTemplate
 from .conversation import chat_request
 from .fields import BodyReader, invalid
-from .logprobs import chat_logprobs, prompt_logprobs
+from .logprobs import chat_logprobs
 from .options import text_options
 from .schema import ChatBody
 from .usage import finish_reason, stop_reason, usage_object
@@ -99,41 +100,37 @@ class ChatAnswer:
         return DONE
 
     def whole(self, pieces: list[Piece]) -> bytes:
-        options = self._options
-        choices = []
-        gathered = gather(pieces, options.num_choices, self.progress)
-        for index, choice in enumerate(gathered):
-            content = "".join(choice.content)
-            message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-            if choice.reasoning:
-                message["reasoning_content"] = message["reasoning"] = "".join(choice.reasoning)
-            if choice.tool_calls:
-                message["content"] = content or None
-                message["tool_calls"] = [choice.tool_calls[key] for key in sorted(choice.tool_calls)]
-            choices.append(
-                {
-                    "index": index,
-                    "message": message,
-                    "logprobs": chat_logprobs(choice.logprobs) if options.num_top_logprobs is not None else None,
-                    "finish_reason": choice.finish_reason,
-                    **choice.extras(options),
-                }
-            )
-        body: dict[str, Any] = {
-            "id": options.response_id,
-            "object": "chat.completion",
-            "created": options.created,
-            "model": self.progress.model,
-            "choices": choices,
-            "usage": usage_object(self.progress.usages),
-            "system_fingerprint": options.fingerprint(self.progress.model),
-        }
+        options, progress = self._options, self.progress
+        choices = gather(pieces, options.num_choices, progress)
+        answer = ChatCompletion(
+            id=options.response_id,
+            created=options.created,
+            model=progress.model,
+            choices=[self._choice(index, choice) for index, choice in enumerate(choices)],
+            usage=usage_object(progress.usages),
+            system_fingerprint=options.fingerprint(progress.model),
+            prompt_logprobs=choices[0].prompt_logprobs(options),
+        )
         if options.return_token_ids:
-            body["prompt_token_ids"] = unpack_token_ids(self.progress.prompt_token_ids(0)).tolist()
-        echo = gathered[0].echo
-        if options.num_prompt_logprobs is not None and echo is not None:
-            body["prompt_logprobs"] = prompt_logprobs(echo, options.num_prompt_logprobs)
-        return _encode(body)
+            answer.prompt_token_ids = unpack_token_ids(progress.prompt_token_ids(0)).tolist()
+        return _encode(answer)
+
+    def _choice(self, index: int, choice: WholeChoice) -> ChatChoice:
+        options = self._options
+        message = AnsweredMessage(content="".join(choice.content))
+        if choice.reasoning:
+            message.reasoning_content = message.reasoning = "".join(choice.reasoning)
+        if choice.tool_calls:
+            message.content = message.content or None
+            message.tool_calls = [choice.tool_calls[key] for key in sorted(choice.tool_calls)]
+        return ChatChoice(
+            index=index,
+            message=message,
+            logprobs=chat_logprobs(choice.logprobs) if options.num_top_logprobs is not None else None,
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason(options),
+            token_ids=choice.token_ids(options),
+        )
 
 
 def _delta(piece: Piece) -> bytes:

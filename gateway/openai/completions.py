@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from rorqual.core.token_ids import pack_token_ids, unpack_token_ids
 from rorqual.v1 import text_pb2
 
 from ..upstream.inbox import Piece, TokenLogprob, read_logprobs
-from .answer import AnswerOptions, Progress, gather
+from .answer import AnswerOptions, Progress, WholeChoice, gather
+from .answer_schema import TextChoice, TextCompletion
 from .chunks import DONE, ChunkTemplate
 from .fields import BodyReader, invalid
-from .logprobs import CompletionLogprobs, prompt_logprobs
+from .logprobs import CompletionLogprobs
 from .options import text_options
 from .schema import MAX_CHOICES, MAX_PROMPTS, CompletionBody
 from .usage import finish_reason, stop_reason, usage_object
@@ -127,35 +126,32 @@ class CompletionAnswer:
         return DONE
 
     def whole(self, pieces: list[Piece]) -> bytes:
-        options = self._options
-        choices: list[dict[str, Any]] = []
-        for index, choice in enumerate(gather(pieces, options.num_choices, self.progress)):
-            text, logprobs = self._echo(choice.echo) if choice.echo is not None else ("", [])
-            echo = choice.echo.text if options.echo and choice.echo is not None else ""
-            columns = self._logprobs[index].take(logprobs + choice.logprobs, echo=echo)
-            wanted = options.num_top_logprobs is not None
-            extras = choice.extras(options)
-            if options.num_prompt_logprobs is not None and choice.echo is not None:
-                extras["prompt_logprobs"] = prompt_logprobs(choice.echo, options.num_prompt_logprobs)
-            if options.return_token_ids:
-                extras["prompt_token_ids"] = unpack_token_ids(self.progress.prompt_token_ids(index)).tolist()
-            choices.append(
-                {
-                    "index": index,
-                    "text": text + "".join(choice.content),
-                    "logprobs": columns if wanted else None,
-                    "finish_reason": choice.finish_reason,
-                    **extras,
-                }
-            )
+        options, progress = self._options, self.progress
+        choices = gather(pieces, options.num_choices, progress)
         return _encode(
-            {
-                "id": options.response_id,
-                "object": "text_completion",
-                "created": options.created,
-                "model": self.progress.model,
-                "choices": choices,
-                "usage": usage_object(self.progress.usages),
-                "system_fingerprint": options.fingerprint(self.progress.model),
-            }
+            TextCompletion(
+                id=options.response_id,
+                created=options.created,
+                model=progress.model,
+                choices=[self._choice(index, choice) for index, choice in enumerate(choices)],
+                usage=usage_object(progress.usages),
+                system_fingerprint=options.fingerprint(progress.model),
+            )
         )
+
+    def _choice(self, index: int, choice: WholeChoice) -> TextChoice:
+        options = self._options
+        text, logprobs = self._echo(choice.echo) if choice.echo is not None else ("", [])
+        columns = self._logprobs[index].take(logprobs + choice.logprobs, echo=text)
+        answer = TextChoice(
+            index=index,
+            text=text + "".join(choice.content),
+            logprobs=columns if options.num_top_logprobs is not None else None,
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason(options),
+            token_ids=choice.token_ids(options),
+            prompt_logprobs=choice.prompt_logprobs(options),
+        )
+        if options.return_token_ids:
+            answer.prompt_token_ids = unpack_token_ids(self.progress.prompt_token_ids(index)).tolist()
+        return answer

@@ -16,11 +16,12 @@ from ..asgi import Exchange
 from ..context import GatewayContext
 from ..upstream.replicas import CALL_TIMEOUT_S
 from . import chat, completions, response_request
+from .answer_schema import Detokenized, ModelList, ModelObject, Tokenized
 from .conversation import chat_request
 from .fields import BodyReader, ignored_header, invalid
 from .response_answer import ResponsesAnswer
 from .response_schema import Reasoning, ResponseObject
-from .schema import DetokenizeBody, Detokenized, ModelList, ModelObject, TokenizeBody, Tokenized
+from .schema import DetokenizeBody, TokenizeBody
 from .serve import answer_options, begin, operation, serve_generation
 
 TOKENIZE_READER = BodyReader(
@@ -94,20 +95,25 @@ async def responses(context: GatewayContext, exchange: Exchange) -> None:
 
 async def models(context: GatewayContext, exchange: Exchange) -> None:
     """GET /v1/models."""
-    data = list(_models(context).values())
-    await exchange.respond(200, msgspec.json.encode(ModelList(data=data)))
+    await exchange.respond(200, msgspec.json.encode(ModelList(data=served_models(context))))
 
 
 async def model(context: GatewayContext, exchange: Exchange) -> None:
     """GET /v1/models/{id}."""
+    await exchange.respond(200, msgspec.json.encode(asked_model(context, exchange)))
+
+
+def asked_model(context: GatewayContext, exchange: Exchange) -> ModelObject:
+    """The one that the path names. Raises ModelNotFoundError, UnavailableError."""
     name = exchange.path.removeprefix("/v1/models/").rstrip("/")
-    found = _models(context).get(name)
+    found = next((model for model in served_models(context) if model.id == name), None)
     if found is None:
         raise ModelNotFoundError(f"the model {name!r} does not exist here", field="model")
-    await exchange.respond(200, msgspec.json.encode(found))
+    return found
 
 
-def _models(context: GatewayContext) -> dict[str, ModelObject]:
+def served_models(context: GatewayContext) -> list[ModelObject]:
+    """Each that can be asked for. Raises UnavailableError where no tokenizer has answered yet."""
     out: dict[str, ModelObject] = {}
     responses = context.replicas.models()
     if not responses:
@@ -118,7 +124,7 @@ def _models(context: GatewayContext) -> dict[str, ModelObject]:
                 info.name,
                 ModelObject(id=info.name, created=response.created_unix_s, max_model_len=info.max_model_len or None),
             )
-    return out
+    return list(out.values())
 
 
 async def tokenize(context: GatewayContext, exchange: Exchange) -> None:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from rorqual.v1 import text_pb2
 
 from ..upstream.inbox import TokenLogprob, finite
+from .answer_schema import ChatLogprobs, PromptLogprob, PromptLogprobs, TokenColumns
 
 
-def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+def chat_logprobs(entries: list[TokenLogprob]) -> ChatLogprobs:
     """The chat form."""
-    return {"content": entries, "refusal": None}
+    return ChatLogprobs(entries)
 
 
-def prompt_logprobs(echo: text_pb2.PromptEcho, num_top: int) -> list[dict[str, dict[str, Any]] | None]:
+def prompt_logprobs(echo: text_pb2.PromptEcho, num_top: int) -> PromptLogprobs:
     """The prompt's, as the peers answer `prompt_logprobs`: by token id, an entry a token, null for the first.
 
     An entry has the `num_top` likeliest and the prompt's own, whose rank is null where it is not one of them.
     """
-    out: list[dict[str, dict[str, Any]] | None] = []
+    out: PromptLogprobs = []
     for entry in echo.logprobs:
         if not entry.HasField("logprob"):
             out.append(None)
@@ -29,11 +29,7 @@ def prompt_logprobs(echo: text_pb2.PromptEcho, num_top: int) -> list[dict[str, d
         listed = [*entry.top[:num_top], entry]
         out.append(
             {
-                str(item.token_id): {
-                    "logprob": finite(item.logprob),
-                    "rank": ranks.get(item.token_id),
-                    "decoded_token": item.token,
-                }
+                str(item.token_id): PromptLogprob(finite(item.logprob), ranks.get(item.token_id), item.token)
                 for item in listed
             }
         )
@@ -47,7 +43,7 @@ class CompletionLogprobs:
         self._num_top = num_top
         self._offset = 0  # characters
 
-    def take(self, entries: Sequence[TokenLogprob], *, echo: str = "") -> dict[str, Any]:
+    def take(self, entries: Sequence[TokenLogprob], *, echo: str = "") -> TokenColumns:
         """The columns for the next `entries`, of which those that spell `echo` come first.
 
         An offset counts characters by their first bytes, so a character that is split over tokens counts once. A
@@ -63,12 +59,12 @@ class CompletionLogprobs:
                     continue
                 position += len(token)
             self._offset += sum(byte & 0xC0 != 0x80 for byte in token)
-        return {
-            "tokens": [entry.token for entry in entries],
-            "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [self._top(entry) for entry in entries],
-            "text_offset": offsets,
-        }
+        return TokenColumns(
+            [entry.token for entry in entries],
+            [entry.logprob for entry in entries],
+            [self._top(entry) for entry in entries],
+            offsets,
+        )
 
     def _top(self, entry: TokenLogprob) -> dict[str, float | None] | None:
         """Likeliest first, and the token itself, which is always there. Of equal texts the likeliest counts."""

@@ -181,11 +181,11 @@ class ResponsesAnswer:
             response.completed_at = self._now_s()
         usage = usage_object(self.progress.usages)
         response.usage = ResponseUsage(
-            usage["prompt_tokens"],
-            InputTokensDetails(usage["prompt_tokens_details"]["cached_tokens"]),
-            usage["completion_tokens"],
-            OutputTokensDetails(usage["completion_tokens_details"]["reasoning_tokens"]),
-            usage["total_tokens"],
+            usage.prompt_tokens,
+            InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+            usage.completion_tokens,
+            OutputTokensDetails(usage.completion_tokens_details.reasoning_tokens),
+            usage.total_tokens,
         )
 
 

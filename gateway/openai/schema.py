@@ -163,30 +163,3 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
     tokens: list[Id]
     model: str | None = None
-
-
-# What the smaller endpoints answer.
-
-
-class ModelObject(msgspec.Struct, kw_only=True):
-    id: str
-    object: str = "model"
-    created: int
-    owned_by: str = "rorqual"
-    max_model_len: int | None
-
-
-class ModelList(msgspec.Struct, kw_only=True):
-    object: str = "list"
-    data: list[ModelObject]
-
-
-class Tokenized(msgspec.Struct):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
-
-
-class Detokenized(msgspec.Struct):
-    prompt: str

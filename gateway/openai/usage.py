@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
-from typing import Any
 
 from rorqual.core.errors import InternalError, UnavailableError
 from rorqual.rpc.status import from_error_proto
 from rorqual.v1 import common_pb2, text_pb2
+
+from .answer_schema import CompletionTokensDetails, PromptTokensDetails, Usage
 
 _FINISH_REASONS: dict[int, str] = {
     common_pb2.FINISH_REASON_STOP: "stop",
@@ -37,7 +38,7 @@ def stop_reason(finished: text_pb2.ChoiceFinished | None, asked_token_ids: Conta
     return finished.stop_string
 
 
-def usage_object(usages: Iterable[text_pb2.Usage]) -> dict[str, Any]:
+def usage_object(usages: Iterable[text_pb2.Usage]) -> Usage:
     """The sum over the prompts of one HTTP request; a prompt counts once, whatever n."""
     prompt = cached = generated = reasoning = 0
     for usage in usages:
@@ -45,10 +46,10 @@ def usage_object(usages: Iterable[text_pb2.Usage]) -> dict[str, Any]:
         cached += usage.num_cached_tokens
         generated += usage.num_generated_tokens
         reasoning += usage.num_reasoning_tokens
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {"reasoning_tokens": reasoning},
-    }
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=generated,
+        total_tokens=prompt + generated,
+        prompt_tokens_details=PromptTokensDetails(cached),
+        completion_tokens_details=CompletionTokensDetails(reasoning),
+    )

@@ -260,6 +260,20 @@ def test_a_one_part_list_is_the_plain_string(http: httpx.Client, role: str) -> N
     assert two == tokens_of(http, [*HI, {"role": role, "content": "tell me\nmore"}])
 
 
+def test_no_content_beside_calls_has_many_spellings(http: httpx.Client) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    seen = set()
+    for content in ({"content": None}, {}, {"content": ""}, {"content": []}):
+        turns = [*HI, {"role": "assistant", "tool_calls": [call], **content}]
+        turns.append({"role": "tool", "tool_call_id": "c", "content": "42"})
+        seen.add(tuple(tokens_of(http, turns)))
+    (ids,) = seen
+    text = http.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+    assert '{"a": 1}' in text
+    assert "[{'" not in text
+    assert "None" not in text
+
+
 def test_tokenize_and_chat_see_the_same_ids(http: httpx.Client) -> None:
     ids = tokens_of(http, HI)
     chat = http.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 1, "return_token_ids": True}).json()

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from typing import Any
+
+import httpx
+import pytest
 
 from rorqual.core.config import TokenizerConfig
 from services.tokenizer.app import TokenizerApp
+from tests.conftest import ServedModel, wait_until
 from tests.support.running_gateway import RunningGateway, running_gateway
 from tests.support.scripted_scheduler import Script, ScriptedScheduler
 from tests.support.vocabularies import TINY_FOLDER
@@ -57,3 +63,30 @@ async def test_the_missing_part_is_named() -> None:
     # Nobody answers at all.
     async with running_gateway(f"127.0.0.1:{text_port}", wait=False) as http:
         await health(http, f"tokenizer 127.0.0.1:{text_port} is unreachable")
+
+
+@pytest.mark.parametrize(
+    ("victim", "cause"), [("executor", "no executor"), ("scheduler", "the scheduler"), ("tokenizer", "is unreachable")]
+)
+def test_a_killed_part_is_named_and_comes_back(
+    served_model: ServedModel, tmp_path: Any, victim: str, cause: str
+) -> None:
+    """In the real four processes; the launcher starts it again."""
+    from rorqual.launch import Stack, make_plan
+
+    settings = {"model": served_model.path, **served_model.settings, "port": 0}
+    stack = Stack(make_plan(settings), log_dir=tmp_path)
+    stack.start(timeout_s=120)
+    try:
+
+        def status() -> tuple[int, str]:
+            response = httpx.get(f"{stack.url}/health", timeout=10)
+            return response.status_code, response.json().get("cause", "")
+
+        assert status() == (200, "")
+        os.kill(stack.pids[victim], signal.SIGKILL)
+        wait_until(lambda: status()[0] == 503 and cause in status()[1], f"/health names the {victim}", BOUND_S)
+        wait_until(lambda: status()[0] == 200, f"the {victim} is back", 60)
+        assert httpx.post(f"{stack.url}/v1/completions", json={"prompt": "x"}, timeout=30).status_code == 200
+    finally:
+        stack.stop()

@@ -224,6 +224,16 @@ async def test_the_choice_of_tools(
     assert sent.strict
 
 
+async def test_the_models_in_anthropics_form(client: anthropic.AsyncAnthropic) -> None:
+    (model,) = (await client.models.list()).data
+    assert (model.type, model.id, model.display_name) == ("model", "scripted", "scripted")
+    assert model.created_at.isoformat() == "2023-11-14T22:13:20+00:00"
+    assert model.max_input_tokens == 4096
+    assert await client.models.retrieve("scripted") == model
+    with pytest.raises(anthropic.NotFoundError):
+        await client.models.retrieve("nobody")
+
+
 async def test_count_tokens(client: anthropic.AsyncAnthropic, http: RunningGateway) -> None:
     count = await client.messages.count_tokens(model="scripted", messages=HI, system="abc")
     assert count.input_tokens == 5  # a token a character, in this tokenizer
