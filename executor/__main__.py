@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         from .app import prepare  # torch: 1.5 s that a wrong flag need not wait for
 
-        uvloop.run(_serve(config, prepare(config)))
+        uvloop.run(_serve(prepare(config)))
     except InternalError as error:
         _log.critical("%s", error)
         return 1
@@ -45,14 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-async def _serve(config: ExecutorConfig, prepared: object) -> None:
+async def _serve(prepared: object) -> None:
     from .app import Prepared, serve
 
     assert isinstance(prepared, Prepared)
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    await serve(config, prepared, stop, os.environ.get("RORQUAL_READY_FILE", ""))
+    await serve(prepared, stop, os.environ.get("RORQUAL_READY_FILE", ""))
 
 
 if __name__ == "__main__":

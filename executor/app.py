@@ -61,6 +61,7 @@ class Backend(Protocol):
 class Prepared:
     """A model with its memory, ready to be stepped."""
 
+    config: ExecutorConfig  # with every size filled in
     backend: Backend
     cache: LatentCache
     plan: CachePlan
@@ -71,6 +72,7 @@ class Prepared:
 def prepare(config: ExecutorConfig) -> Prepared:
     """Load and size. Raises CheckpointError and ConfigError before anything is served."""
     device = resolve_device(config.device)
+    config = config.sized(on_gpu=device.type == "cuda")
     path = Path(config.model) if config.model else SHIPPED_MODEL
     torch.set_num_threads(num_threads(config))
     model_config = load_config(path)
@@ -139,6 +141,7 @@ def prepare(config: ExecutorConfig) -> Prepared:
         fingerprint.hex()[:12],
     )
     return Prepared(
+        config=config,
         backend=backend,
         cache=cache,
         plan=plan,
@@ -167,8 +170,9 @@ def num_threads(config: ExecutorConfig) -> int:
     return config.num_threads or len(os.sched_getaffinity(0))
 
 
-async def serve(config: ExecutorConfig, prepared: Prepared, stop: asyncio.Event, ready_file: str = "") -> None:
+async def serve(prepared: Prepared, stop: asyncio.Event, ready_file: str = "") -> None:
     """Connect and step until `stop` is set. Raises LinkRefusedError, and InternalError if the step loop ended."""
+    config = prepared.config
     executor_id = uuid.uuid4().hex
     model_name = config.served_model_name or (Path(config.model) if config.model else SHIPPED_MODEL).resolve().name
     telemetry = Telemetry("executor", config.telemetry, instance=executor_id)

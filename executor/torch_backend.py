@@ -20,10 +20,10 @@ class TorchBackend:
     """The model on one device. Raises ConfigError if `deterministic` cannot be kept there."""
 
     def __init__(self, source: TensorSource, config: ExecutorConfig, num_threads: int) -> None:
-        self._model = build_model(source, deterministic=config.deterministic)
+        self.model = build_model(source, deterministic=config.deterministic)
         self._num_threads = num_threads
         self._cache: LatentCache | None = None
-        self.config = self._model.config
+        self.config = self.model.config
         self.dtype, self.device = source.dtype, source.device
 
     def kv_room(self, config: ExecutorConfig, meter: MemoryMeter) -> int:
@@ -33,7 +33,7 @@ class TorchBackend:
     def make_loop(self, cache: LatentCache, limits: StepLimits, *, traced: bool) -> StepLoop:
         """The loop over `cache`, not yet started."""
         self._cache = cache
-        return StepLoop(self._model, cache, limits, num_threads=self._num_threads, traced=traced)
+        return StepLoop(self.model, cache, limits, num_threads=self._num_threads, traced=traced)
 
     def warm_up(self, meter: MemoryMeter) -> None:
         """One prefill and two decode steps on blocks that nobody holds yet; closes the ledger's workspace.
@@ -51,5 +51,5 @@ class TorchBackend:
             build_batch([one]),
             build_batch([one, ([2], 3, table, Form.DECODE)]),
         ):
-            self._model.forward(batch, cache)
+            self.model.forward(batch, cache)
         meter.close("workspace")

@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import hypothesis
 import pytest
+
+# How long an example takes says how busy the machine is, and decides no test.
+hypothesis.settings.register_profile("rorqual", deadline=None)
+hypothesis.settings.load_profile("rorqual")
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "models" / "tiny"

@@ -82,6 +82,7 @@ class DecodeRows:
         self._limits = np.zeros(max_num_seqs, np.int64)
         self._max_totals = np.zeros(max_num_seqs, np.int64)
         self._stop_ids = np.full((max_num_seqs, words.NUM_STOPS), -1, np.int64)
+        self._ahead = np.zeros(max_num_seqs, np.int64)  # steps with this slot that were launched and not yet taken
 
     @property
     def num_rows(self) -> int:
@@ -116,6 +117,7 @@ class DecodeRows:
         self._stop_ids[slot, : len(stops)] = stops
         self._seq_ids[slot] = sequence.seq_id
         self._occupied[slot] = True
+        self._ahead[slot] = 0
         self._positions[slot] = sequence.num_tokens - 1
         self._tokens[slot] = sequence.last_token
         self._max_totals[slot] = sequence.admit.max_total_tokens
@@ -161,10 +163,19 @@ class DecodeRows:
         # A limit rarely rises by more than a few blocks; those before are as they were.
         self._write_table(slot, sequence, int(self._positions[slot]) // BLOCK_SIZE)
 
+    @property
+    def may_run(self) -> bool:
+        """Whether any row would run in a step that is launched now: all may be about to end, or to meet their limits,
+        by steps that the host has not seen yet."""
+        slots = self._slots[: len(self.sequences)]
+        positions = self._positions[slots] + self._ahead[slots]
+        return bool(((positions < self._limits[slots]) & (positions + 1 < self._max_totals[slots])).any())
+
     def launched(self, num_compute: int) -> LaunchedRows:
-        """The rows as they are now."""
+        """The rows as they are now, for a step that is launched."""
         n = len(self.sequences)
         slots = self._slots[:n].copy()
+        self._ahead[slots] += 1
         return LaunchedRows(self.sequences.copy(), self._seq_ids[slots], slots, num_compute)
 
     def changes(self, out: Int32s) -> int:
@@ -190,6 +201,7 @@ class DecodeRows:
         """The rows got what `results` says (a token, NOT_RUN or UNSOUND a row); the host's columns move on."""
         slots = launched.slots
         here = self._occupied[slots] & (self._seq_ids[slots] == launched.seq_ids)
+        self._ahead[slots[here]] -= 1
         rows = np.flatnonzero((results != words.NOT_RUN) & here)
         slots, token_ids = slots[rows], results[rows].astype(np.int64)
         sound = token_ids >= 0

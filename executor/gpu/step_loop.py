@@ -41,6 +41,9 @@ class GpuStepLoop(OrderLoop):
         super().__init__(kv_cache, engine.rows, limits, traced=traced, monotonic_s=monotonic_s, time_ns=time_ns)
 
     def _step(self, chunks: Sequence[Chunk]) -> None:
+        if not chunks and self._in_flight and not self._decode.may_run:
+            self._finish_step_in_flight()
+            return
         started_s = self._monotonic_s()
         if not self._in_flight:
             self._step_started_s = started_s

@@ -6,6 +6,7 @@ Field `max_model_len` is `--max-model-len` on the command line, `RORQUAL_MAX_MOD
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -132,8 +133,10 @@ class ExecutorConfig:
         "safetensors", "dummy fills the weights with random numbers", choices=("safetensors", "dummy")
     )
     max_model_len: int = setting(0, "longest history; 0: the checkpoint's max_position_embeddings")
-    max_num_seqs: int = setting(64, "sequences in the decode set")
-    max_num_batched_tokens: int = setting(2048, "tokens a step, decodes and prefill chunks together")
+    max_num_seqs: int = setting(0, "sequences in the decode set; 0: 64 on a CPU, 256 on a GPU")
+    max_num_batched_tokens: int = setting(
+        0, "tokens a step, decodes and prefill chunks together; 0: 2,048 on a CPU, 8,192 on a GPU"
+    )
     kv_cache_bytes: int = setting(0, "memory of the KV cache; 0: from gpu_memory_utilization, or 1 GiB on a CPU")
     gpu_memory_utilization: float = setting(0.9, "share of the device's memory the process may use")
     deterministic: bool = setting(False, "equal tokens whatever the batch: fixed tiles and splits, at a price")
@@ -150,9 +153,9 @@ class ExecutorConfig:
         _require(
             self.max_model_len == 0 or self.max_model_len >= 2, "max_model_len", self.max_model_len, "0, or at least 2"
         )
-        _require(1 <= self.max_num_seqs <= 4096, "max_num_seqs", self.max_num_seqs, "1 to 4096")
+        _require(0 <= self.max_num_seqs <= 4096, "max_num_seqs", self.max_num_seqs, "1 to 4096, or 0")
         _require(
-            self.max_num_batched_tokens >= self.max_num_seqs + 64,
+            self.max_num_batched_tokens == 0 or self.max_num_batched_tokens >= self.max_num_seqs + 64,
             "max_num_batched_tokens",
             self.max_num_batched_tokens,
             f"at least max_num_seqs + 64 (= {self.max_num_seqs + 64}), so that a chunk fits beside a full decode set",
@@ -167,6 +170,16 @@ class ExecutorConfig:
         _require(self.num_threads >= 0, "num_threads", self.num_threads, "0 or more")
         _require(
             self.peer_timeout_s > 1.0, "peer_timeout_s", self.peer_timeout_s, "above 1 (a heartbeat comes each second)"
+        )
+
+    def sized(self, *, on_gpu: bool) -> ExecutorConfig:
+        """The same with a size wherever one was left to the device. Raises ConfigError where a given one does not fit."""
+        max_num_seqs = self.max_num_seqs or (256 if on_gpu else 64)
+        default_tokens = max(8192 if on_gpu else 2048, max_num_seqs + 64)
+        return dataclasses.replace(
+            self,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens or default_tokens,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy as copies
 import dataclasses
 import json
 import os
@@ -19,9 +20,11 @@ import pytest
 import torch
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from executor.app import Prepared, prepare, serve, warm_up
+from executor.app import Prepared, prepare, serve
 from executor.memory import plan_cache
+from executor.model.deepseek import DeepseekModel
 from executor.observe import StepObserver
+from executor.torch_backend import TorchBackend
 from rorqual.core.config import ExecutorConfig, TelemetryConfig
 from rorqual.core.errors import ConfigError, InternalError
 from rorqual.telemetry import Telemetry
@@ -86,11 +89,16 @@ def prompt(n: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 307, n).tolist()
 
 
+def model_of(prepared: Prepared) -> DeepseekModel:
+    assert isinstance(prepared.backend, TorchBackend)
+    return prepared.backend.model
+
+
 def driven(prepared: Prepared, **limits: Any) -> Driven:
     """Over the same memory, which holds whatever was there."""
-    values = {"max_num_seqs": 16, "max_num_batched_tokens": 272, "deterministic": prepared.model.deterministic}
+    values = {"max_num_seqs": 16, "max_num_batched_tokens": 272, "deterministic": prepared.config.deterministic}
     return Driven(
-        prepared.model,
+        model_of(prepared),
         cache=prepared.cache,
         **{"vocab_size": 307, "max_model_len": prepared.plan.max_model_len, **values, **limits},
     )
@@ -168,7 +176,6 @@ def test_a_copied_block_is_as_good_as_a_computed_one(deterministic: Prepared) ->
 
 def test_the_default_mode_serves_the_same_histories(model_folder: Path) -> None:
     prepared = prepare(settings(model_folder))
-    warm_up(prepared.model, prepared.cache)
     tokens = prompt(100, 4)
     expected = alone(prepared, tokens, 130, temperature=0.0, logprobs=2, prompt_logprobs=0)
     d = driven(prepared)
@@ -190,7 +197,7 @@ def test_the_default_mode_serves_the_same_histories(model_folder: Path) -> None:
 @asynccontextmanager
 async def serving(prepared: Prepared, config: ExecutorConfig, ready: Path) -> AsyncIterator[None]:
     stop = asyncio.Event()
-    task = asyncio.create_task(serve(config, prepared, stop, str(ready)))
+    task = asyncio.create_task(serve(dataclasses.replace(prepared, config=config), stop, str(ready)))
     try:
         yield
     finally:
@@ -245,10 +252,12 @@ async def test_a_step_loop_that_fails_ends_the_process(deterministic: Prepared, 
     scheduler = FakeScheduler()
     port = await scheduler.start()
     config = settings(model_folder, scheduler=f"127.0.0.1:{port}")
-    broken: Any = Broken(deterministic.model)
+    backend = copies.copy(deterministic.backend)
+    backend.model = Broken(model_of(deterministic))  # type: ignore[attr-defined]
     switch_interval = sys.getswitchinterval()
     try:
-        task = asyncio.create_task(serve(config, dataclasses.replace(deterministic, model=broken), asyncio.Event()))
+        prepared = dataclasses.replace(deterministic, config=config, backend=backend)
+        task = asyncio.create_task(serve(prepared, asyncio.Event()))
         await scheduler.hello()
         scheduler.order(admit(1, [1, 2], [0], max_total=9), prefill(1, [1, 2]))
         with pytest.raises(InternalError, match="broken on purpose"):
