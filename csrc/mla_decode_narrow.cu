@@ -4,7 +4,7 @@
 // is to keep loads in flight. Both products are transposed, so that the tensor cores' fixed side of 64 is the
 // tokens (scores) or the value columns (output), and the rows, however few, are the free side N:
 //   S^T [64 tokens x N] = K [64 x 576] Q^T,   O^T [512 x N] += V^T [512 x 64 tokens] P^T [64 x N].
-// Tiling:  one CTA a part of the plan and tile of N rows: a warp that loads blocks, one that loads queries, and one
+// Tiling:  one CTA a part of the plan and tile of N rows: a warp that loads blocks, two that load queries, and one
 //          warpgroup that computes. Two blocks of 72 KiB and two segments' queries in shared memory; O^T is 4 N registers
 //          a thread. What is older than the step (plan, block tables, earlier blocks) is read before the previous
 //          kernel has ended.
@@ -25,7 +25,8 @@ template <int kRowsArg>
 struct Narrow {
   static constexpr int kRows = kRowsArg;
   static constexpr int kComputeWarps = 4, kComputeThreads = kComputeWarps * kWarpSize;
-  static constexpr int kThreads = kComputeThreads + 2 * kWarpSize;  // and a warp for the blocks, one for the queries
+  static constexpr int kQueryWarps = 2;
+  static constexpr int kThreads = kComputeThreads + (1 + kQueryWarps) * kWarpSize;  // one warp loads blocks
   static constexpr int kStages = 2;                   // of blocks, and of queries
   static constexpr int kColGroups = kRows / 8;        // accumulator groups of 8 rows of Q
   static constexpr int kScores = kRows / 2;           // accumulator registers of a 64 x kRows product
@@ -95,7 +96,7 @@ __device__ __forceinline__ void load_blocks(const MlaDecodeParams& p, char* smem
 
 template <class T>
 __device__ __forceinline__ void load_queries(const MlaDecodeParams& p, char* smem, const NarrowBarriers& barriers,
-                                             int part, int tile_row) {
+                                             int part, int tile_row, int warp) {
   SegmentWalk walk(p, part, tile_row);
   Segment segment;
   bool more = walk.next(segment);
@@ -103,7 +104,8 @@ __device__ __forceinline__ void load_queries(const MlaDecodeParams& p, char* sme
   for (uint32_t step = 0; more; ++step) {
     const uint32_t stage = step % T::kStages, phase = step / T::kStages % 2;
     mbarrier_wait(&barriers.query_empty[stage], phase ^ 1);
-    start_query<T::kRows>(smem + T::kQueryOffset + stage * T::kQueryBytes, p, segment, tile_row, 0, 1);
+    start_query<T::kRows>(smem + T::kQueryOffset + stage * T::kQueryBytes, p, segment, tile_row, warp,
+                          T::kQueryWarps);
     more = walk.next(segment);
     finish_query();
     mbarrier_arrive(&barriers.query_full[stage]);
@@ -310,7 +312,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) mla_decode_narrow_kernel(const
     for (int stage = 0; stage < T::kStages; ++stage) {
       mbarrier_init(&barriers.block_full[stage], 1);
       mbarrier_init(&barriers.block_empty[stage], T::kComputeWarps);
-      mbarrier_init(&barriers.query_full[stage], kWarpSize);
+      mbarrier_init(&barriers.query_full[stage], T::kQueryWarps * kWarpSize);
       mbarrier_init(&barriers.query_empty[stage], T::kComputeWarps);
     }
     mbarrier_init_fence();
@@ -321,7 +323,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) mla_decode_narrow_kernel(const
   } else if (warp == T::kComputeWarps) {
     load_blocks<T>(p, smem, barriers, part, tile_row);
   } else {
-    load_queries<T>(p, smem, barriers, part, tile_row);
+    load_queries<T>(p, smem, barriers, part, tile_row, warp - T::kComputeWarps - 1);
   }
 }
 

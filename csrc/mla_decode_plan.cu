@@ -1,14 +1,16 @@
 // mla_decode_plan.cu: cutting a decode step's attention into even parts, and combining split sequences.
 //
 // Plan. Lay the sequences end to end on a line, each `overhead_blocks` units for being started, then a unit a block (or,
-// with splits of a fixed size, a unit a split). Part i is the stretch [i, i + 1) * ceil(total / parts). Everything
-// a part or a sequence needs to know follows from prefix sums by division, so no loop is serial in the batch.
+// with splits of a fixed size, a unit a split). Part i is the stretch [i, i + 1) * ceil(total / parts). Where there are
+// parts enough, each sequence is instead padded to a multiple of the least length that needs no more parts than there
+// are, so that no part holds two. Everything a part or a sequence needs to know follows from prefix sums by division, so
+// no loop is serial in the batch.
 // Tiling:  one CTA for the plan; once a step, not once a layer. Traffic: 12 B a sequence. Latency-bound.
 //
 // Combine. out = sum_k 2^(lse_k - lse) out_k over a sequence's splits k in ascending order, in float32; the same
 // bits however many CTAs computed them. A sequence of one split was written by the attention kernel itself.
-// Tiling:  one CTA a row, a thread four of its 512 values. Where a sequence may have many splits, four or sixteen groups of
-//          threads share them, and where the rows are few too, four CTAs share a row.
+// Tiling:  one CTA a row, a thread four of its 512 values. Where a sequence may have many splits, four CTAs share a row, and
+//          in each four groups of threads share the splits, or sixteen where the rows are few too.
 // Traffic: 2,052 B read a split and row, 1,024 B written a row, mostly from L2.
 // Checked against rorqual/kernels/reference_paged.py::mla_decode_paged through tests/gpu.
 #include "rorqual/launch_kernel.cuh"
@@ -48,9 +50,9 @@ __device__ __forceinline__ int cta_inclusive_sum(int value, int* warp_sums) {
   return value + (warp > 0 ? warp_sums[warp - 1] : 0);
 }
 
-__global__ void __launch_bounds__(kPlanThreads) mla_plan_kernel(const MlaPlanParams p) {
+__global__ void __launch_bounds__(kPlanThreads, 1) mla_plan_kernel(const MlaPlanParams p) {
   extern __shared__ int starts[];  // [batch + 1]: where a sequence starts on the line
-  __shared__ int warp_sums[kWarpSize];
+  __shared__ int warp_sums[kWarpSize], units_of_seq[kPlanThreads], parts_needed[kWarpSize];
   const auto num_blocks_of = [&](int seq) {
     return num_kv_blocks(p.kv_lens[seq], p.q_starts[seq + 1] - p.q_starts[seq]);
   };
@@ -58,21 +60,53 @@ __global__ void __launch_bounds__(kPlanThreads) mla_plan_kernel(const MlaPlanPar
     return p.split_blocks > 0 ? (num_blocks + p.split_blocks - 1) / p.split_blocks : num_blocks;
   };
 
-  int base = 0;
-  for (int first = 0; first < p.batch; first += kPlanThreads) {
-    const int seq = first + threadIdx.x;
-    const int units = seq < p.batch ? units_of(num_blocks_of(seq)) : 0;
-    const int cost = units > 0 ? units + p.overhead_blocks : 0;
-    const int end = base + cta_inclusive_sum(cost, warp_sums);
-    if (seq < p.batch) starts[seq] = end - cost;
+  // A sequence on the line: `overhead`, then its units, up to a multiple of `multiple`.
+  int overhead = p.overhead_blocks, total = 0;
+  const auto lay_out = [&](int multiple) {
+    total = 0;
+    for (int first = 0; first < p.batch; first += kPlanThreads) {
+      const int seq = first + threadIdx.x;
+      const int units = seq < p.batch ? units_of(num_blocks_of(seq)) : 0;
+      const int cost = units > 0 ? (units + overhead + multiple - 1) / multiple * multiple : 0;
+      const int end = total + cta_inclusive_sum(cost, warp_sums);
+      if (seq < p.batch) starts[seq] = end - cost;
+      if (first == 0) units_of_seq[threadIdx.x] = units;
+      __syncthreads();
+      total += warp_sums[kWarpSize - 1];
+    }
+    if (threadIdx.x == 0) starts[p.batch] = total;
     __syncthreads();
-    base += warp_sums[kWarpSize - 1];
+  };
+  lay_out(1);
+  int part_units = max(max((total + p.num_parts - 1) / p.num_parts, p.min_units), 1);
+
+  // Where no part need hold two sequences, and none is longer for it, none does.
+  if (p.split_blocks == 0 && p.batch <= min(p.num_parts, kPlanThreads)) {
+    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    // The least length at which the parts suffice is in [low, high], or is more than part_units. Each round, every warp
+    // tries one length.
+    int low = max(max((total - p.batch * overhead + p.num_parts - 1) / p.num_parts, p.min_units), 1);
+    int high = part_units + 1;
+    while (low < high) {
+      const int width = high - low, length = low + width * warp / kWarpSize;
+      int parts = 0;
+      for (int seq = lane; seq < p.batch; seq += kWarpSize) parts += (units_of_seq[seq] + length - 1) / length;
+      parts = __reduce_add_sync(0xffffffffu, parts);
+      if (lane == 0) parts_needed[warp] = parts;
+      __syncthreads();
+      const uint32_t enough = __ballot_sync(0xffffffffu, parts_needed[lane] <= p.num_parts);
+      __syncthreads();
+      const int first = enough != 0 ? __ffs(enough) - 1 : kWarpSize;  // the first warp whose length is enough
+      const int old_low = low;
+      if (first > 0) low = old_low + width * (first - 1) / kWarpSize + 1;
+      if (first < kWarpSize) high = old_low + width * first / kWarpSize;
+    }
+    if (low <= part_units) {
+      part_units = low;
+      overhead = 0;
+      lay_out(part_units);
+    }
   }
-  const int total = base;
-  if (threadIdx.x == 0) starts[p.batch] = total;
-  __syncthreads();
-  const int even_units = max(max((total + p.num_parts - 1) / p.num_parts, p.min_units), 1);
-  const int part_units = (even_units + p.unit_step - 1) / p.unit_step * p.unit_step;
 
   // The sequence that holds point x of the line, and the first block at or after it.
   const auto locate = [&](int64_t x) {
@@ -86,7 +120,7 @@ __global__ void __launch_bounds__(kPlanThreads) mla_plan_kernel(const MlaPlanPar
         high = middle;
       }
     }
-    const int unit = max(static_cast<int>(x) - starts[low] - p.overhead_blocks, 0);
+    const int unit = max(static_cast<int>(x) - starts[low] - overhead, 0);
     return make_int2(low, p.split_blocks > 0 ? unit * p.split_blocks : unit);
   };
   for (int part = threadIdx.x; part < p.num_parts; part += kPlanThreads) {
@@ -95,7 +129,7 @@ __global__ void __launch_bounds__(kPlanThreads) mla_plan_kernel(const MlaPlanPar
     reinterpret_cast<int4*>(p.plan + 4)[part] = make_int4(begin.x, begin.y, end.x, end.y);
   }
 
-  base = 0;
+  int base = 0;
   for (int first = 0; first < p.batch; first += kPlanThreads) {
     const int seq = first + threadIdx.x;
     SeqPlan own{};
@@ -106,7 +140,7 @@ __global__ void __launch_bounds__(kPlanThreads) mla_plan_kernel(const MlaPlanPar
       own.num_blocks = num_kv_blocks(own.kv_len, own.q_len);
       own.num_splits = units_of(own.num_blocks);
       if (own.num_blocks > 0) {
-        const int start = starts[seq] + p.overhead_blocks;
+        const int start = starts[seq] + overhead;
         own.first_part = start / part_units;
         if (p.split_blocks == 0) own.num_splits = (start + own.num_splits - 1) / part_units - own.first_part + 1;
       }
@@ -135,9 +169,13 @@ __global__ void __launch_bounds__(kCols / 4 * kGroups, 1) mla_combine_kernel(con
   // The plan is older than the attention kernel, which is what may still run.
   const SeqPlan seq_plan = SeqPlan::load(p.plan, p.num_parts, seq);
   const int first = seq_plan.first_split, num_splits = seq_plan.num_splits;
-  wait_for_previous_kernel();  // in every CTA: this kernel must not end before that one
+  // Who has nothing to combine goes while the attention kernel still runs; but this kernel must not end before that
+  // one, so one CTA stays in any case.
+  const bool idle = query >= seq_plan.q_len || num_splits == 1;
+  if (idle && blockIdx.x + blockIdx.y + blockIdx.z > 0) return;
+  wait_for_previous_kernel();
   let_dependents_launch();
-  if (query >= seq_plan.q_len || num_splits == 1) return;
+  if (idle) return;
 
   const int lane = threadIdx.x % kWarpSize, group = threadIdx.x / kGroupThreads;
   const int value = slice * kGroupThreads + threadIdx.x % kGroupThreads;  // which four of the row's values
@@ -229,7 +267,7 @@ cudaError_t launch_mla_decode(MlaDecodeKernel kernel, const MlaDecodeParams& p, 
                          stream, {.overlaps = true}, p);
   };
   if (splits >= 32 && rows <= 32) return launch(mla_combine_kernel<128, 16>, 128, 16);
-  if (splits >= 8) return launch(mla_combine_kernel<512, 4>, 512, 4);
+  if (splits >= 16) return launch(mla_combine_kernel<128, 4>, 128, 4);
   return launch(mla_combine_kernel<512, 1>, 512, 1);
 }
 

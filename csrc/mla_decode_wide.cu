@@ -190,31 +190,41 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, co
     // Scores one of the warpgroup's own blocks and adds it; kFollows: after the other's block before it.
     const auto take = [&]<bool kFollows>(int block, std::bool_constant<kFollows>) {
       float scores[Wide::kScores];
+      const auto score_half = [&](int late) {
 #pragma unroll
-      for (int piece = 0; piece < Wide::kPieces; ++piece) {
-        mbarrier_wait(barriers.full_of(own, piece), phase);
-        wgmma_fence();  // without it ptxas serialises the products on both sides of the wait (C7520)
-        const int late = piece / (Wide::kPieces / 2);
-        const int first = ((late ^ own) * (Wide::kPieces / 2) + piece % (Wide::kPieces / 2)) * Wide::kPieceChunks;
-        const uint64_t piece_q_desc = advance_desc(q_desc, first * Mla::kChunkBytes);
-        const uint64_t piece_desc = advance_desc(own_desc, first * Mla::kChunkBytes);
+        for (int i = 0; i < Wide::kPieces / 2; ++i) {
+          const int piece = late * (Wide::kPieces / 2) + i;
+          mbarrier_wait(barriers.full_of(own, piece), phase);
+          wgmma_fence();  // without it ptxas serialises the products on both sides of the wait (C7520)
+          const int first = ((late ^ own) * (Wide::kPieces / 2) + i) * Wide::kPieceChunks;
+          const uint64_t piece_q_desc = advance_desc(q_desc, first * Mla::kChunkBytes);
+          const uint64_t piece_desc = advance_desc(own_desc, first * Mla::kChunkBytes);
 #pragma unroll
-        for (int k = 0; k < Wide::kPieceChunks * Mla::kStepsPerChunk; ++k) {
-          const int at = k / Mla::kStepsPerChunk * Mla::kChunkBytes + k % Mla::kStepsPerChunk * 32;
-          wgmma_m64n64k16_ss<0, 0>(scores, advance_desc(piece_q_desc, at), advance_desc(piece_desc, at), piece > 0 || k > 0);
-        }
-        if (piece == Wide::kPieces - 1) {
-#pragma unroll
-          for (int k = 0; k < Mla::kStepsPerChunk; ++k) {
-            const int at = Wide::kRopeChunk * Mla::kChunkBytes + k * 32;
-            wgmma_m64n64k16_ss<0, 0>(scores, advance_desc(q_desc, at), advance_desc(own_desc, at), 1);
+          for (int k = 0; k < Wide::kPieceChunks * Mla::kStepsPerChunk; ++k) {
+            const int at = k / Mla::kStepsPerChunk * Mla::kChunkBytes + k % Mla::kStepsPerChunk * 32;
+            wgmma_m64n64k16_ss<0, 0>(scores, advance_desc(piece_q_desc, at), advance_desc(piece_desc, at),
+                                     piece > 0 || k > 0);
           }
+          if (piece == Wide::kPieces - 1) {
+#pragma unroll
+            for (int k = 0; k < Mla::kStepsPerChunk; ++k) {
+              const int at = Wide::kRopeChunk * Mla::kChunkBytes + k * 32;
+              wgmma_m64n64k16_ss<0, 0>(scores, advance_desc(q_desc, at), advance_desc(own_desc, at), 1);
+            }
+          }
+          wgmma_commit();
         }
-        wgmma_commit();
+      };
+      score_half(0);
+      // Here, so that the other's slot is given back before this block's late half must be there: else each block's
+      // load would wait for the whole of the one before it.
+      if constexpr (kFollows) {
+        start_other();
+        finish(other);
       }
+      score_half(1);
       wgmma_wait<0>();
       wgmma_fence_operand(scores);
-      if constexpr (kFollows) start_other();  // runs beside the exponentials
 
       const int first_token = block * Mla::kBlockTokens;
       if (first_token + Mla::kBlockTokens > segment.kv_len) {
@@ -261,7 +271,6 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, co
       }
       fence_proxy_async();
       named_barrier_arrive(Wide::kBarrierProbs + own, Wide::kComputeThreads);
-      if constexpr (kFollows) finish(other);
       rescale_out(rescale);
 
       wgmma_fence_operand(out);

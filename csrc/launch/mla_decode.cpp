@@ -22,8 +22,8 @@ extern "C" int rorqual_mla_plan(const RorqualMlaPlan* a, void* stream) {
                   "mla_plan: num_parts must be in [1, 65535], got " + std::to_string(a->num_parts));
   RORQUAL_REQUIRE(a->split_blocks >= 0 && a->split_blocks % 2 == 0,
                   "mla_plan: split_blocks must be even and >= 0, got " + std::to_string(a->split_blocks));
-  RORQUAL_REQUIRE(a->overhead_blocks >= 0 && a->min_units >= 0 && a->split_capacity >= 0 && a->unit_step >= 1,
-                  "mla_plan: overhead_blocks, min_units and split_capacity must be >= 0, unit_step >= 1");
+  RORQUAL_REQUIRE(a->overhead_blocks >= 0 && a->min_units >= 0 && a->split_capacity >= 0,
+                  "mla_plan: overhead_blocks, min_units and split_capacity must be >= 0");
   if (a->batch == 0) return 0;
   RORQUAL_REQUIRE(a->plan && a->kv_lens && a->q_starts, "mla_plan: plan, kv_lens and q_starts must not be NULL");
   RORQUAL_REQUIRE(aligned(a->plan, 16), "mla_plan: plan must be 16-byte aligned");
@@ -34,7 +34,6 @@ extern "C" int rorqual_mla_plan(const RorqualMlaPlan* a, void* stream) {
                                  a->num_parts,
                                  a->split_blocks,
                                  a->min_units,
-                                 a->unit_step,
                                  a->overhead_blocks,
                                  a->split_capacity};
   return rorqual::from_cuda(rorqual::launch_mla_plan(p, static_cast<cudaStream_t>(stream)), "mla_plan");

@@ -35,7 +35,7 @@ class MlaStoreArgs(ctypes.Structure):
 class MlaPlanArgs(ctypes.Structure):
     _fields_: ClassVar = _fields(
         ptr="plan kv_lens q_starts",
-        i32="batch num_parts split_blocks min_units unit_step overhead_blocks split_capacity",
+        i32="batch num_parts split_blocks min_units overhead_blocks split_capacity",
     )
 
 

@@ -22,7 +22,7 @@ NARROW_16, NARROW_32, WIDE = range(3)
 # What starting a sequence costs a CTA, in blocks of 64 tokens: its query, first loads, and output.
 OVERHEAD_BLOCKS = 4
 # The least blocks a part has, by kernel: more parts make the attention shorter and the combination longer.
-MIN_UNITS = (2, 2, 4)
+MIN_UNITS = (1, 1, 2)
 # Blocks a split of a deterministic run holds, by default: 1,024 tokens.
 DETERMINISTIC_SPLIT_BLOCKS = 16
 
@@ -151,7 +151,6 @@ def plan_decode(
         num_parts=workspace.num_parts,
         split_blocks=workspace.split_blocks,
         min_units=workspace.min_units,
-        unit_step=1,
         overhead_blocks=workspace.overhead_blocks,
         split_capacity=workspace.split_capacity,
     )

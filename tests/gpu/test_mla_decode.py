@@ -189,6 +189,44 @@ def test_any_cut(device: torch.device, library: KernelLibrary, kernel: int, num_
     assert_matches(case.run(workspace, library), case.reference())
 
 
+def parts_of(workspace: DecodeWorkspace, batch: int) -> list[tuple[list[tuple[int, int]], int]]:
+    """Of each sequence, the (first, end) blocks that parts take of it, in order, and the splits the plan counts."""
+    words = workspace.plan.tolist()
+    seqs = [words[4 + 4 * workspace.num_parts + 8 * s :][:8] for s in range(batch)]
+    pieces: list[list[tuple[int, int]]] = [[] for _ in range(batch)]
+    for part in range(workspace.num_parts):
+        seq, begin, last_seq, last_end = words[4 + 4 * part :][:4]
+        while seq <= last_seq and seq < batch:
+            end = min(last_end, seqs[seq][3]) if seq == last_seq else seqs[seq][3]
+            if begin < end:
+                pieces[seq].append((begin, end))
+            seq, begin = seq + 1, 0
+    return [(pieces[s], seqs[s][6]) for s in range(batch)]
+
+
+@pytest.mark.parametrize("num_parts", [1, 7, 66, 132])
+@pytest.mark.parametrize(
+    "kv_lens", [[1], [640] * 16, [4096] * 32, [8192, *[640] * 31], [700, 0, 64, 1, 333] * 30, [0, 0]]
+)
+def test_plan_takes_every_block_once(
+    device: torch.device, library: KernelLibrary, kv_lens: list[int], num_parts: int
+) -> None:
+    workspace = make_workspace(device, max_batch=len(kv_lens), num_heads=16, num_parts=num_parts)
+    lens = torch.tensor(kv_lens, dtype=torch.int32, device=device)
+    starts = torch.arange(len(kv_lens) + 1, dtype=torch.int32, device=device)
+    plan_decode(workspace, lens, starts, library=library)
+    longest, total = 0, 0
+    for kv_len, (pieces, num_splits) in zip(kv_lens, parts_of(workspace, len(kv_lens)), strict=True):
+        num_blocks = -(-kv_len // 64)
+        edges = [0, *(end for _, end in pieces)]
+        assert [begin for begin, _ in pieces] == edges[:-1]
+        assert edges[-1] == num_blocks
+        assert num_splits == len(pieces)
+        longest, total = max([longest, *(end - begin for begin, end in pieces)]), total + num_blocks
+    # Even: no piece is longer than a part of equal parts that start every sequence would be.
+    assert longest <= -(-(total + workspace.overhead_blocks * len(kv_lens)) // num_parts)
+
+
 @pytest.mark.parametrize("num_heads", [4, 16, 64])
 @pytest.mark.parametrize("num_parts", [10, 40])
 def test_many_splits(device: torch.device, library: KernelLibrary, num_parts: int, num_heads: int) -> None:

@@ -58,7 +58,6 @@ typedef struct {
   int32_t batch, num_parts;
   int32_t split_blocks; /* 0: even parts; otherwise splits of so many blocks, an even number */
   int32_t min_units;    /* a part is at least so many blocks (or splits) */
-  int32_t unit_step;    /* and a multiple of so many, >= 1 */
   int32_t overhead_blocks, split_capacity;
 } RorqualMlaPlan;
 int64_t rorqual_mla_plan_words(int32_t num_parts, int32_t batch);

@@ -49,7 +49,6 @@ struct MlaPlanParams {
   int batch, num_parts;
   int split_blocks;     // 0: cut where the load is even; else splits of exactly so many blocks
   int min_units;        // at least so many units of work a part
-  int unit_step;        // and a multiple of so many: the wide kernel takes blocks in pairs
   int overhead_blocks;  // what starting a sequence costs, in blocks
   int split_capacity;
 };
