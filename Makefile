@@ -27,7 +27,8 @@ setup:  ## make .venv and install what serving needs
 setup-dev:  ## the same, and what tests and checks need
 	@scripts/setup dev
 
-serve: setup  ## start the four processes and serve until Ctrl-C (MODEL=/path/to/checkpoint PORT=9000)
+# (Where there is a GPU its kernels are compiled first; with no nvcc they are not, and PyTorch's operations serve.)
+serve: setup $(if $(shell command -v nvidia-smi 2>/dev/null),kernels)  ## start the four processes and serve until Ctrl-C (MODEL=/path/to/checkpoint PORT=9000)
 	@$(VENV)/rorqual up $(if $(MODEL),--model "$(MODEL)") $(if $(PORT),--port $(PORT)) $(FLAGS)
 
 test: setup-dev  ## every test that needs no GPU (TESTS=tests/unit for some)

@@ -35,6 +35,8 @@ def why_not(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> st
         return f"they are for Hopper GPUs, not for {torch.cuda.get_device_name(device)}"
     if dtype != torch.bfloat16:
         return f"they compute in bfloat16, not in {str(dtype).removeprefix('torch.')}"
+    if not loader.DEFAULT_PATH.is_file():
+        return "they are not compiled here (run `make kernels`, which needs nvcc)"
     shape = (config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim, config.v_head_dim)
     if shape != (LATENT, ROPE, NOPE, VALUE):
         return (
