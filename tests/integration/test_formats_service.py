@@ -367,3 +367,31 @@ async def test_interleaved_requests_never_exchange_what_they_hold_back() -> None
         for number, heard in enumerate(await asyncio.gather(*hearing)):
             assert heard.content == {0: f"{number}😀"}
             assert heard.calls[0][0].arguments == as_json({"n": number, "s": f"𠮷{number}"})
+
+
+async def test_the_embedded_model_is_made_to_call(stack: Any) -> None:
+    """Four processes and a model that knows no tools: what is demanded is begun all the same."""
+    tools: Any = [
+        {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}},
+        {"type": "function", "function": {"name": "now"}},
+    ]
+    choice: Any = {"type": "function", "function": {"name": "get_weather"}}
+    question: Any = {"role": "user", "content": "Weather?"}
+    async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="x") as client:
+        completion = await client.chat.completions.create(
+            model="tiny", messages=[question], tools=tools, tool_choice=choice, max_tokens=12, seed=1
+        )
+        [call] = completion.choices[0].message.tool_calls or []
+        assert call.type == "function"
+        assert call.function.name == "get_weather"
+        assert completion.choices[0].finish_reason in ("length", "tool_calls")
+        assert completion.usage is not None
+        assert completion.usage.completion_tokens <= 12
+        stream = await client.chat.completions.create(
+            model="tiny", messages=[question], tools=tools, tool_choice=choice, max_tokens=12, seed=1, stream=True
+        )
+        arguments = ""
+        async for chunk in stream:
+            for delta in chunk.choices[0].delta.tool_calls or []:
+                arguments += (delta.function.arguments or "") if delta.function else ""
+        assert arguments == call.function.arguments
