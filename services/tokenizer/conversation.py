@@ -15,6 +15,8 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _SWITCHES = ("thinking", "enable_thinking")  # two names of one thing
 _RESERVED = ("messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception", "namespace")
 MAX_MESSAGES = 65_536
+MAX_SCHEMA_DEPTH = 64
+"""Of a tool's parameters: written with indentation, a deep schema is many times as long as it was sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,7 @@ def _read_tools(tools: Sequence[text_pb2.Tool]) -> list[dict[str, Any]]:
         if tool.description:
             function["description"] = tool.description
         function["parameters"] = (
-            _read_json_object(tool.parameters_json, f"{place}.parameters")
+            _read_schema(tool.parameters_json, f"{place}.parameters")
             if tool.parameters_json
             else {"type": "object", "properties": {}}
         )
@@ -138,6 +140,17 @@ def _read_tools(tools: Sequence[text_pb2.Tool]) -> list[dict[str, Any]]:
             function["strict"] = tool.strict
         result.append({"type": "function", "function": function})
     return result
+
+
+def _read_schema(source: str, place: str) -> dict[str, Any]:
+    schema = _read_json_object(source, place)
+    level: list[Any] = [schema]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        values = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]
+        level = [value for value in values if isinstance(value, (dict, list))]
+    if level:
+        raise _invalid(place, f"{place} is nested deeper than {MAX_SCHEMA_DEPTH} levels")
+    return schema
 
 
 def _read_variables(request: text_pb2.ChatRequest) -> dict[str, Any]:

@@ -364,6 +364,15 @@ def test_generation_blocks_and_loop_controls() -> None:
     assert V4.chat(chat(messages, chat_template=template), time_unix_s=0).text == "a"
 
 
+def nested(depth: int) -> str:
+    return '{"a":' * depth + "1" + "}" * depth
+
+
+def test_a_schema_as_deep_as_is_taken() -> None:
+    request = chat([{"role": "user", "content": "a"}], tools=[text_pb2.Tool(name="f", parameters_json=nested(64))])
+    assert "f" in TINY.chat(request, time_unix_s=0).text
+
+
 @pytest.mark.parametrize(
     ("request_", "field"),
     [
@@ -377,6 +386,10 @@ def test_generation_blocks_and_loop_controls() -> None:
         (chat([{"role": "user", "content": "a"}], tools=[text_pb2.Tool()]), "tools[0].function.name"),
         (
             chat([{"role": "user", "content": "a"}], tools=[text_pb2.Tool(name="f", parameters_json="[]")]),
+            "tools[0].function.parameters",
+        ),
+        (
+            chat([{"role": "user", "content": "a"}], tools=[text_pb2.Tool(name="f", parameters_json=nested(65))]),
             "tools[0].function.parameters",
         ),
         (chat([{"role": "user", "content": "a"}], chat_template_kwargs_json="{"), "chat_template_kwargs"),
