@@ -18,16 +18,25 @@ constexpr int kMaxVecs = 8;  // a thread's vectors at most, so rows of up to 16,
 template <int kVecs>
 __global__ void __launch_bounds__(kMaxThreads) experts_combine_kernel(const ExpertsCombineParams p, int num_vecs) {
   const int64_t token = blockIdx.x;
+  const int lane = threadIdx.x % kWarpSize;
+  // Everything but y is older than the second product, which lets this kernel start when all before it have ended.
+  const int own_row = lane < p.top_k ? p.row_of[token * p.top_k + lane] : -1;
+  const float own_weight = lane < p.top_k ? p.topk_weights[token * p.top_k + lane] : 0.f;
+  uint4* residual = reinterpret_cast<uint4*>(p.residual + token * p.residual_stride);
+  uint4 vecs[kVecs];
+#pragma unroll
+  for (int v = 0; v < kVecs; ++v) {
+    const int idx = threadIdx.x + v * blockDim.x;
+    vecs[v] = idx < num_vecs ? residual[idx] : make_uint4(0, 0, 0, 0);
+  }
   wait_for_previous_kernel();
   let_dependents_launch();
-  const int* rows = p.row_of + token * p.top_k;
-  const float* weights = p.topk_weights + token * p.top_k;
   float sum[kVecs][kVecElems] = {};
 #pragma unroll 4
   for (int choice = 0; choice < p.top_k; ++choice) {
-    const int row = rows[choice];
+    const int row = __shfl_sync(0xffffffffu, own_row, choice);
+    const float weight = __shfl_sync(0xffffffffu, own_weight, choice);
     if (row < 0) continue;
-    const float weight = weights[choice];
     const uint4* y = reinterpret_cast<const uint4*>(p.y + int64_t{row} * p.hidden);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
@@ -42,16 +51,12 @@ __global__ void __launch_bounds__(kMaxThreads) experts_combine_kernel(const Expe
       }
     }
   }
-  uint4* residual = reinterpret_cast<uint4*>(p.residual + token * p.residual_stride);
-  uint4 vecs[kVecs];
   float squares = 0.f;
 #pragma unroll
   for (int v = 0; v < kVecs; ++v) {
     const int idx = threadIdx.x + v * blockDim.x;
-    vecs[v] = make_uint4(0, 0, 0, 0);
     if (idx >= num_vecs) continue;
-    const uint4 old = residual[idx];
-    const uint32_t* a = reinterpret_cast<const uint32_t*>(&old);
+    const uint32_t* a = reinterpret_cast<const uint32_t*>(&vecs[v]);
     uint32_t pairs[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -30,12 +30,13 @@ namespace {
 struct Tile {
   static constexpr int kWeightRows = kExpertsTileRows, kGroupRows = 64;  // of a tile; of a warpgroup
   static constexpr int kDepth = 64, kStepsPerStage = kDepth / 16;
+  static constexpr int kUnitRows = 16, kUnits = kWeightRows / kUnitRows;  // the rows that one warp holds
   static constexpr int kRowBytes = kDepth * 2;
   static constexpr int kWeightBytes = kWeightRows * kRowBytes;
   static constexpr int kMaxStages = 12;
   static constexpr int kWarpgroup = 128, kWarps = 4;
   static constexpr int kComputeThreads = 2 * kWarpgroup, kThreads = kComputeThreads + kWarpgroup;
-  static constexpr int kComputeRegisters = 232, kProducerRegisters = 40;
+  static constexpr int kComputeRegisters = 224, kProducerRegisters = 56;
   static_assert(kComputeThreads * kComputeRegisters + kWarpgroup * kProducerRegisters <= 65536);
   static constexpr int kSmemLimit = 232448 - 1536;  // but for the plan of few choices
   static constexpr int kAlign = 1024;
@@ -74,15 +75,27 @@ struct Stage {  // the next stage of the ring, and the parity of its turn
   }
 };
 
+// The plan of at most kMaxFewChoices choices, made in the products themselves: a launch less.
+struct FewChoices {
+  int4 groups[1 + kMaxFewChoices];
+  int token_of[kMaxFewChoices];
+};
+
 struct Smem {
   char* stages;
   char* turn;
   uint64_t* full;
   uint64_t* empty;
-  const int4* groups;   // the plan's, here or in global memory
-  const int* token_of;
+  FewChoices* few;
   int stage_bytes, turn_bytes, num_stages;
 };
+// The plan, from here or from global memory; chosen anew at each use, which costs less than a register.
+__device__ __forceinline__ int4 plan_group(const ExpertsProductParams& p, const Smem& smem, int index) {
+  return p.topk_ids != nullptr ? smem.few->groups[index] : p.groups[index];
+}
+__device__ __forceinline__ int plan_token(const ExpertsProductParams& p, const Smem& smem, int row) {
+  return p.topk_ids != nullptr ? smem.few->token_of[row] : p.token_of[row];
+}
 
 // The copy of tma_load_3d into the same place of both CTAs of a pair; completes each one's barrier.
 __device__ __forceinline__ void tma_load_3d_pair(void* dst, const CUtensorMap* map, uint64_t* barrier, int x, int y,
@@ -93,12 +106,13 @@ __device__ __forceinline__ void tma_load_3d_pair(void* dst, const CUtensorMap* m
       "l"(map), "r"(smem_addr(barrier)), "r"(x), "r"(y), "r"(z), "h"(static_cast<uint16_t>(3))
       : "memory");
 }
-// Arrives at this barrier's like in CTA `rank` of the pair.
+// Arrives at this barrier's like in CTA `rank` of the pair. What it gives back was read by wgmma, which has ended: without
+// .release.cluster, that is without a fence for the whole GPU at every step (it halved the speed).
 __device__ __forceinline__ void mbarrier_arrive_at(uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 remote;\n"
       "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(smem_addr(barrier)),
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(smem_addr(barrier)),
       "r"(rank)
       : "memory");
 }
@@ -125,14 +139,11 @@ __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __ex
 // Whether the CTA is alone or one of a pair that takes neighbouring weight tiles of one group and shares its tokens.
 enum class Cta { kAlone = 1, kPaired = 2 };
 
-// The plan of at most kMaxFewChoices choices, made by one warp in shared memory: a launch less. A choice's row is how many
-// come before it, by expert and then in order; a group begins with every group_tokens-th choice of an expert.
-struct FewChoices {
-  int4 groups[1 + kMaxFewChoices];
-  int token_of[kMaxFewChoices];
-};
+// One warp makes the plan of few choices. A choice's row is how many come before it, by expert and then in order; a group
+// begins with every group_tokens-th choice of an expert.
 __device__ __forceinline__ void plan_few(const ExpertsProductParams& p, FewChoices& plan, bool writes_rows) {
   constexpr int kOwn = kMaxFewChoices / kWarpSize;
+  static_assert(kOwn == 2);
   const int lane = threadIdx.x % kWarpSize;
   int expert[kOwn], row[kOwn], rank[kOwn], equal[kOwn];  // rank: of equal ones, how many come before
 #pragma unroll
@@ -142,9 +153,9 @@ __device__ __forceinline__ void plan_few(const ExpertsProductParams& p, FewChoic
     if (expert[i] < 0 || expert[i] >= p.num_experts) expert[i] = kMaxExperts;
     row[i] = rank[i] = equal[i] = 0;
   }
-#pragma unroll
-  for (int other = 0; other < kMaxFewChoices; ++other) {
-    const int id = __shfl_sync(0xffffffffu, expert[other / kWarpSize], other % kWarpSize);
+#pragma unroll 8
+  for (int other = 0; other < p.num_choices; ++other) {
+    const int id = __shfl_sync(0xffffffffu, other < kWarpSize ? expert[0] : expert[1], other % kWarpSize);
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const bool earlier = other < lane + i * kWarpSize;
@@ -176,26 +187,42 @@ __device__ __forceinline__ void plan_few(const ExpertsProductParams& p, FewChoic
 }
 
 struct Work {
-  int4 group;  // expert, first row, rows
-  int weight_tile;
+  int4 group;      // expert, first row, rows
+  int weight_row;  // the first of the tile
+  int units;       // its weight rows / kUnitRows
 };
 
-// The tiles of one CTA, in order.
+// The tiles of one CTA, in order. Either whole tiles in turn; or, where memory is the limit and some CTAs would have a tile
+// more than others, an even share of all groups' weight rows, cut into tiles of about one size.
 template <Cta kCta>
 struct Walk {
-  const int4* groups;
-  const int units, num_units;  // a group's and all groups' tiles, or pairs of tiles
-  int next_unit;
-  __device__ __forceinline__ Walk(const ExpertsProductParams& p, const Smem& smem)
-      : groups(smem.groups),
-        units(p.weight_tiles / static_cast<int>(kCta)),
-        num_units(groups[0].x * units),
-        next_unit(blockIdx.x / static_cast<int>(kCta)) {}
+  const ExpertsProductParams& p;
+  const Smem& smem;
+  const int group_units, stride;  // a group's units; from one tile to the CTA's next, 0: an even share
+  int next_unit, end_unit;
+  __device__ __forceinline__ Walk(const ExpertsProductParams& params, const Smem& shared)
+      : p(params),
+        smem(shared),
+        group_units(p.weight_rows / Tile::kUnitRows),
+        stride(kCta == Cta::kAlone && p.even ? 0 : gridDim.x * Tile::kUnits) {
+    const int64_t all_units = int64_t{plan_group(p, smem, 0).x} * group_units;
+    next_unit = stride > 0 ? blockIdx.x * Tile::kUnits : static_cast<int>(all_units * blockIdx.x / gridDim.x);
+    end_unit = static_cast<int>(stride > 0 ? all_units : all_units * (blockIdx.x + 1) / gridDim.x);
+  }
   __device__ __forceinline__ bool next(Work& work) {
-    if (next_unit >= num_units) return false;
-    work.group = groups[1 + next_unit / units];
-    work.weight_tile = next_unit % units * static_cast<int>(kCta) + blockIdx.x % static_cast<int>(kCta);
-    next_unit += gridDim.x / static_cast<int>(kCta);
+    if (next_unit >= end_unit) return false;
+    const int group = next_unit / group_units, first = next_unit % group_units;
+    work.group = plan_group(p, smem, 1 + group);
+    work.weight_row = first * Tile::kUnitRows;
+    if (stride > 0) {
+      work.units = Tile::kUnits;
+      next_unit += stride;
+    } else {
+      const int left = min(end_unit - next_unit, group_units - first);
+      const int tiles = (left + Tile::kUnits - 1) / Tile::kUnits;
+      work.units = (left + tiles - 1) / tiles;
+      next_unit += work.units;
+    }
     return true;
   }
 };
@@ -206,23 +233,31 @@ __device__ __forceinline__ void produce(const ExpertsProductParams& p, const Sme
   Walk<kCta> walk(p, smem);
   Work work;
   Stage stage;
-  const auto load_weights = [&](int index, int4 group, int weight_tile, int step, int token_bytes) {
+  // The tile's rows of one step lie in order in one box of the weight, or in two neighbouring ones.
+  const char* weights = nullptr;
+  int weight_bytes = 0, first_bytes = 0;
+  const auto load_weights = [&](int index, int step, int token_bytes) {
     char* dst = smem.stages + index * smem.stage_bytes;
     uint64_t* full = smem.full + index;
-    mbarrier_arrive_expect_tx(full, Tile::kWeightBytes + token_bytes);
-    if (p.packed_weight != nullptr) {
-      const int64_t at = (int64_t{group.x} * p.weight_tiles + weight_tile) * p.steps + step;
-      bulk_load(dst, p.packed_weight + at * (Tile::kWeightBytes / 2), full, Tile::kWeightBytes);
-    } else {
-      tma_load_3d(dst, &p.weight_map, full, step * Tile::kDepth, weight_tile * Tile::kWeightRows, group.x);
+    mbarrier_arrive_expect_tx(full, weight_bytes + token_bytes);
+    const char* src = weights + int64_t{step} * Tile::kWeightBytes;
+    bulk_load(dst, src, full, first_bytes);
+    if (first_bytes < weight_bytes) {
+      const char* next_box = src - (Tile::kWeightBytes - first_bytes) + int64_t{p.steps} * Tile::kWeightBytes;
+      bulk_load(dst + first_bytes, next_box, full, weight_bytes - first_bytes);
     }
   };
 
   bool first = true;
   while (walk.next(work)) {
     const int4 group = work.group;
-    const int weight_tile = work.weight_tile;
-    const bool gathers = !kDown && kCta == Cta::kAlone && smem.token_of != nullptr;
+    const int box_row = work.weight_row % Tile::kWeightRows;
+    weights = reinterpret_cast<const char*>(p.weight) +
+              (int64_t{group.x} * p.weight_rows + (work.weight_row - box_row)) * p.steps * Tile::kRowBytes +
+              box_row * Tile::kRowBytes;
+    weight_bytes = work.units * Tile::kUnitRows * Tile::kRowBytes;
+    first_bytes = min(weight_bytes, (Tile::kWeightRows - box_row) * Tile::kRowBytes);
+    const bool gathers = !kDown && kCta == Cta::kAlone && p.token_of != nullptr;
     const int pieces = gathers ? group.z : (group.z + p.box_rows - 1) / p.box_rows;
     const int piece_bytes = (gathers ? 1 : p.box_rows) * Tile::kRowBytes;
     const int token_bytes = pieces * piece_bytes;
@@ -230,9 +265,10 @@ __device__ __forceinline__ void produce(const ExpertsProductParams& p, const Sme
     if (kDown && first) {
       // Weights depend on no kernel, and the groups are older than the previous kernel; what it wrote comes after.
       for (; ahead < min(smem.num_stages, p.steps); ++ahead) {
-        if (lane == 0) load_weights(ahead, group, weight_tile, ahead, token_bytes);
+        if (lane == 0) load_weights(ahead, ahead, token_bytes);
       }
       wait_for_previous_kernel();
+      let_dependents_launch();
       __syncwarp();
     }
     first = false;
@@ -240,14 +276,14 @@ __device__ __forceinline__ void produce(const ExpertsProductParams& p, const Sme
     if (gathers) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (lane + i * kWarpSize < pieces) own_row[i] = smem.token_of[group.y + lane + i * kWarpSize];
+        if (lane + i * kWarpSize < pieces) own_row[i] = plan_token(p, smem, group.y + lane + i * kWarpSize);
       }
     }
     for (int step = 0; step < p.steps; ++step, stage.next(smem.num_stages)) {
       uint64_t* full = smem.full + stage.index;
       if (step >= ahead) {
         mbarrier_wait(smem.empty + stage.index, stage.parity ^ 1);
-        if (lane == 0) load_weights(stage.index, group, weight_tile, step, token_bytes);
+        if (lane == 0) load_weights(stage.index, step, token_bytes);
         __syncwarp();
       }
       char* dst = smem.stages + stage.index * smem.stage_bytes + Tile::kWeightBytes;
@@ -270,7 +306,10 @@ __device__ __forceinline__ void produce(const ExpertsProductParams& p, const Sme
       }
     }
   }
-  if (kDown && first) wait_for_previous_kernel();  // this kernel's end must mean the previous one's
+  if (kDown && first) {
+    wait_for_previous_kernel();  // this kernel's end must mean the previous one's
+    let_dependents_launch();
+  }
 }
 
 // One warpgroup's half of a tile: kTokens columns, of which the group's are stored.
@@ -324,7 +363,9 @@ __device__ __forceinline__ void compute_tile(const ExpertsProductParams& p, cons
   const auto place = [&](int token, int piece) {
     return token * kBytes + ((piece ^ (kDown ? token & 7 : token >> 1 & 3)) << 4);
   };
-  __nv_bfloat16* out = p.out + int64_t{group.y} * p.out_width + work.weight_tile * 2 * kCols + half * kCols;
+  const int first_col = (kDown ? work.weight_row : work.weight_row / 2) + half * kCols;
+  const int pieces = min(kPieces, work.units * (kDown ? 2 : 1) - half * kPieces);  // that the tile has
+  __nv_bfloat16* out = p.out + int64_t{group.y} * p.out_width + first_col;
 #pragma unroll
   for (int begin = 0; begin < kTokens; begin += kTurn) {
     constexpr int kBlocks = kTurn / 8;
@@ -361,6 +402,7 @@ __device__ __forceinline__ void compute_tile(const ExpertsProductParams& p, cons
     const int rows = min(group.z - begin, kTurn);
     for (int i = thread; i < rows * kPieces; i += Tile::kWarpgroup) {
       const int token = i / kPieces, piece = i % kPieces;
+      if (piece >= pieces) continue;
       *reinterpret_cast<uint4*>(out + int64_t{begin + token} * p.out_width + piece * 8) =
           *reinterpret_cast<const uint4*>(turn + place(token, piece));
     }
@@ -396,17 +438,18 @@ template <bool kDown, Cta kCta>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     experts_product_kernel(const __grid_constant__ ExpertsProductParams p) {
   extern __shared__ char smem_raw[];
+  __shared__ FewChoices few;
   const Layout layout(p.group_tokens);
   Smem smem;
   smem.stages = smem_raw + (Tile::kAlign - smem_addr(smem_raw) % Tile::kAlign) % Tile::kAlign;
   smem.turn = smem.stages + layout.stages * layout.stage_bytes;
   smem.full = reinterpret_cast<uint64_t*>(smem.turn + 2 * layout.turn_bytes);
   smem.empty = smem.full + Tile::kMaxStages;
+  smem.few = &few;
   smem.stage_bytes = layout.stage_bytes;
   smem.turn_bytes = layout.turn_bytes;
   smem.num_stages = layout.stages;
   if (threadIdx.x == 0) {
-    tma_prefetch_map(&p.weight_map);
     tma_prefetch_map(&p.token_map);
     for (int i = 0; i < layout.stages; ++i) {
       mbarrier_init(smem.full + i, 1);
@@ -419,19 +462,15 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   } else {
     __syncthreads();
   }
-  // The second product's groups were there before the first one, its previous kernel, let it start.
-  if (!kDown) wait_for_previous_kernel();
-  let_dependents_launch();
-  smem.groups = p.groups;
-  smem.token_of = p.token_of;
-  if constexpr (kCta == Cta::kAlone) {
-    if (p.topk_ids != nullptr) {
-      __shared__ FewChoices plan;
-      if (threadIdx.x < kWarpSize) plan_few(p, plan, !kDown && blockIdx.x == 0);
-      __syncthreads();
-      smem.groups = plan.groups;
-      smem.token_of = plan.token_of;
-    }
+  // The second product's groups were there before the first one, its previous kernel, let it start; it lets the next start
+  // when the first has ended, so that the combination may read the rows' places before it waits.
+  if constexpr (!kDown) {
+    wait_for_previous_kernel();
+    let_dependents_launch();
+  }
+  if (p.topk_ids != nullptr) {
+    if (threadIdx.x < kWarpSize) plan_few(p, few, !kDown && blockIdx.x == 0);
+    __syncthreads();
   }
   if (threadIdx.x < Tile::kComputeThreads) {
     take_registers<Tile::kComputeRegisters>();

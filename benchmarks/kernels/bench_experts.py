@@ -53,17 +53,6 @@ class ExpertsBench:
         self.gate_up = bench.randn(self.num_experts, 2 * WIDTH, HIDDEN).mul_(2 * HIDDEN**-0.5)
         self.down = bench.randn(self.num_experts, HIDDEN, WIDTH).mul_(WIDTH**-0.5)
         self.norm_weight = bench.randn(HIDDEN)
-        self.in_boxes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {0: (self.gate_up, self.down)}
-
-    def weights(self, packed: int, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if packed not in self.in_boxes:
-            boxes = [
-                torch.stack([experts.pack_boxes(weight) for weight in whole]) if packed >> bit & 1 else whole
-                for bit, whole in enumerate((self.gate_up, self.down))
-            ]
-            self.in_boxes[packed] = (boxes[0], boxes[1])
-        gate_up, down = self.in_boxes[packed]
-        return gate_up[:num_experts], down[:num_experts]
 
     def ids(self, num_tokens: int, shared: int) -> torch.Tensor:
         noise = torch.rand((num_tokens, ROUTED), device=self.device, generator=self.bench.generator)
@@ -71,10 +60,10 @@ class ExpertsBench:
         always = torch.arange(ROUTED, ROUTED + shared, dtype=torch.int32, device=self.device).expand(num_tokens, -1)
         return torch.cat((routed, always), dim=-1).contiguous()
 
-    def time(self, num_tokens: int, shared: int, *, stages: bool, packed: int = 0, **options: Any) -> None:
+    def time(self, num_tokens: int, shared: int, *, stages: bool, **options: Any) -> None:
         sets = 8 if num_tokens <= 512 else 2
         top_k, num_experts = TOP_K + shared, ROUTED + shared
-        gate_up, down = self.weights(packed, num_experts)
+        gate_up, down = self.gate_up[:num_experts], self.down[:num_experts]
         whole: list[Callable[[], Any]] = []
         by_stage: dict[str, list[Callable[[], Any]]] = {"plan": [], "gate_up": [], "down": [], "combine": []}
         num_bytes = 0.0
@@ -83,7 +72,7 @@ class ExpertsBench:
             ids, normed = self.ids(num_tokens, shared), torch.empty_like(residual)
             weights = torch.rand(ids.shape, device=self.device, generator=self.bench.generator) / top_k
             ws = experts.make_experts_workspace(num_tokens, top_k, num_experts, HIDDEN, WIDTH, self.device)
-            steps = experts.experts_stages(x, ids, gate_up, down, ws, packed=packed, **options)
+            steps = experts.experts_stages(x, ids, gate_up, down, ws, **options)
             combine = partial(
                 experts.moe_combine, ws, weights, residual, norm_weight=self.norm_weight, normed_out=normed
             )
@@ -94,9 +83,9 @@ class ExpertsBench:
         run_all(whole)
         error = self.error(x, ids, ws)
         if not error < 5e-3:
-            print(f"WRONG: {num_tokens} tokens, {options}, packed {packed}: error {error}", flush=True)
+            print(f"WRONG: {num_tokens} tokens, {options}: error {error}", flush=True)
             return
-        notes = dict(options) | ({"packed": packed} if packed else {})
+        notes = dict(options)
         if stages:
             for name, calls in by_stage.items():
                 notes[f"{name}_us"] = round(statistics.median(times_us(calls, replays=7)), 2)
@@ -117,7 +106,9 @@ class ExpertsBench:
         for choice, expert in enumerate(ids[token].tolist()):
             gate, up = experts.unpack_gate_up(self.gate_up[expert].double())
             row = x[token].double()
-            want = self.down[expert].double() @ (torch.nn.functional.silu(gate @ row) * (up @ row))
+            want = experts.unpack_boxes(self.down[expert]).double() @ (
+                torch.nn.functional.silu(gate @ row) * (up @ row)
+            )
             got = ws.y[ws.row_of[token * ids.shape[1] + choice].long()].double()
             error = float((got - want).norm() / want.norm())
             worst = worst if error <= worst else error  # NaN too
@@ -133,7 +124,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "h200-experts.json")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
-    parser.add_argument("--variants", action="store_true", help="also other group sizes, gathering, boxed weights")
+    parser.add_argument(
+        "--variants", action="store_true", help="also other group sizes, shares of work, gathering, pairs"
+    )
+    parser.add_argument("--shared", type=int, default=0, help="shared experts of the variants: 0 or 2")
     parser.add_argument("--no-stages", action="store_true", help="only the whole")
     parser.add_argument("--commit", default=None, help="what to record where there is no git")
     parser.add_argument("--once", type=int, default=None, help="tokens: three plain calls, no timing, for a profiler")
@@ -170,15 +164,15 @@ def main() -> None:
         args.out.write_text(json.dumps(record, indent=1) + "\n")
     if args.variants:
         for num_tokens in tokens:
-            variants: list[dict[str, Any]] = [{"packed": packed} for packed in (1, 3)]
             usual = experts.tokens_of_a_group(num_tokens)
-            variants += [{"group_tokens": n} for n in (8, 16, 32, 64, 128, 256) if usual // 2 <= n <= 2 * usual != n]
-            if 16 <= usual <= 64:
-                variants += [{"gathers": False}]
-            if usual >= 64:
-                variants += [{"gathers": False, "paired": True}]
+            sizes = [n for n in (8, 16, 32, 64, 128, 256) if usual // 2 <= n <= 2 * usual]
+            variants: list[dict[str, Any]] = [
+                {"group_tokens": n, "even": even} for n in sizes for even in (True, False)
+            ]
+            variants += [{"gathers": True}, {"gathers": False}] if usual <= 64 else []
+            variants += [{"group_tokens": n, "paired": True, "even": False} for n in (128, 256) if usual >= 64]
             for options in variants:
-                run.time(num_tokens, 0, stages=True, **options)
+                run.time(num_tokens, args.shared, stages=not args.no_stages, **options)
         args.out.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record))
 

@@ -42,9 +42,10 @@ int check(const RorqualExperts* a, const std::string& name) {
   return 0;
 }
 
-int encode(CUtensorMap* map, const void* base, int64_t k, int64_t rows, int64_t depth, int64_t row_stride, int box_rows,
+// Of tokens: a map of [rows, k].
+int encode(CUtensorMap* map, const void* base, int64_t k, int64_t rows, int64_t row_stride, int box_rows,
            const std::string& name) {
-  const cuuint64_t dims[3] = {static_cast<cuuint64_t>(k), static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(depth)};
+  const cuuint64_t dims[3] = {static_cast<cuuint64_t>(k), static_cast<cuuint64_t>(rows), 1};
   const cuuint64_t strides[2] = {static_cast<cuuint64_t>(row_stride), static_cast<cuuint64_t>(rows * row_stride)};
   const cuuint32_t box[3] = {kDepth, static_cast<cuuint32_t>(box_rows), 1};
   return rorqual::encode_bf16_map<3>(map, base, dims, strides, box, name.c_str());
@@ -68,7 +69,7 @@ void sort_few(const RorqualExperts* a, rorqual::ExpertsProductParams& p) {
 }
 
 bool paired(const RorqualExperts* a, const rorqual::ExpertsProductParams& p) {
-  return a->paired && !a->gathers && p.weight_tiles % 2 == 0 && a->num_ctas >= 2;
+  return a->paired && !a->gathers && p.weight_rows % (2 * kTileRows) == 0 && a->num_ctas >= 2;
 }
 
 }  // namespace
@@ -102,7 +103,7 @@ extern "C" int rorqual_experts_gate_up(const RorqualExperts* a, void* stream) {
   if (a->gathers) {
     p.token_of = static_cast<const int*>(a->token_of);
     p.box_rows = 1;
-    refused = encode(&p.token_map, a->x, a->hidden, a->num_tokens, 1, a->x_stride, 1, "experts_gate_up");
+    refused = encode(&p.token_map, a->x, a->hidden, a->num_tokens, a->x_stride, 1, "experts_gate_up");
   } else {
     const rorqual::ExpertsSortParams sort{static_cast<bf16*>(a->y),          static_cast<const bf16*>(a->x),
                                           static_cast<const int*>(a->row_of), a->x_stride,
@@ -111,20 +112,17 @@ extern "C" int rorqual_experts_gate_up(const RorqualExperts* a, void* stream) {
     const cudaError_t error = rorqual::launch_experts_sort(sort, on);
     if (error != cudaSuccess) return rorqual::from_cuda(error, "experts_gate_up");
     p.box_rows = box_rows(a);
-    refused = encode(&p.token_map, a->y, a->hidden, a->row_capacity, 1, a->hidden, p.box_rows, "experts_gate_up");
+    refused = encode(&p.token_map, a->y, a->hidden, a->row_capacity, a->hidden, p.box_rows, "experts_gate_up");
   }
   if (refused != 0) return refused;
-  const int weight_rows = 2 * a->width;
-  refused = encode(&p.weight_map, a->gate_up, a->hidden, weight_rows, a->num_experts, a->hidden, kTileRows,
-                   "experts_gate_up");
-  if (refused != 0) return refused;
-  p.packed_weight = a->packed & 1 ? static_cast<const bf16*>(a->gate_up) : nullptr;
+  p.weight = static_cast<const bf16*>(a->gate_up);
   p.out = static_cast<bf16*>(a->h);
   p.groups = static_cast<const int4*>(a->groups);
-  p.weight_tiles = weight_rows / kTileRows;
+  p.weight_rows = 2 * a->width;
   p.steps = a->hidden / kDepth;
   p.out_width = a->width;
   p.group_tokens = a->group_tokens;
+  p.even = a->even != 0;
   sort_few(a, p);
   return rorqual::from_cuda(rorqual::launch_experts_gate_up(p, a->num_ctas, paired(a, p), on), "experts_gate_up");
 }
@@ -134,17 +132,16 @@ extern "C" int rorqual_experts_down(const RorqualExperts* a, void* stream) {
   if (refused != 0 || a->num_tokens == 0) return refused;
   rorqual::ExpertsProductParams p{};
   p.box_rows = box_rows(a);
-  refused = encode(&p.token_map, a->h, a->width, a->row_capacity, 1, a->width, p.box_rows, "experts_down");
+  refused = encode(&p.token_map, a->h, a->width, a->row_capacity, a->width, p.box_rows, "experts_down");
   if (refused != 0) return refused;
-  refused = encode(&p.weight_map, a->down, a->width, a->hidden, a->num_experts, a->width, kTileRows, "experts_down");
-  if (refused != 0) return refused;
-  p.packed_weight = a->packed & 2 ? static_cast<const bf16*>(a->down) : nullptr;
+  p.weight = static_cast<const bf16*>(a->down);
   p.out = static_cast<bf16*>(a->y);
   p.groups = static_cast<const int4*>(a->groups);
-  p.weight_tiles = a->hidden / kTileRows;
+  p.weight_rows = a->hidden;
   p.steps = a->width / kDepth;
   p.out_width = a->hidden;
   p.group_tokens = a->group_tokens;
+  p.even = a->even != 0;
   sort_few(a, p);
   return rorqual::from_cuda(rorqual::launch_experts_down(p, a->num_ctas, paired(a, p), static_cast<cudaStream_t>(stream)),
                             "experts_down");
@@ -152,7 +149,8 @@ extern "C" int rorqual_experts_down(const RorqualExperts* a, void* stream) {
 
 extern "C" int rorqual_experts_combine(const RorqualExpertsCombine* a, void* stream) {
   RORQUAL_REQUIRE(a->num_tokens >= 0, "experts_combine: num_tokens must be >= 0, got " + std::to_string(a->num_tokens));
-  RORQUAL_REQUIRE(a->top_k >= 1, "experts_combine: top_k must be >= 1, got " + std::to_string(a->top_k));
+  RORQUAL_REQUIRE(a->top_k >= 1 && a->top_k <= 32,
+                  "experts_combine: top_k must be in [1, 32], got " + std::to_string(a->top_k));
   RORQUAL_REQUIRE(a->hidden >= 8 && a->hidden <= 16384 && a->hidden % 8 == 0,
                   "experts_combine: hidden must be a multiple of 8 in [8, 16384], got " + std::to_string(a->hidden));
   if (a->num_tokens == 0) return 0;

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from rorqual import kernels
-from rorqual.kernels.experts import pack_gate_up, pack_gate_up_into
+from rorqual.kernels.experts import pack_down_into, pack_gate_up, pack_gate_up_into
 from rorqual.kernels.linear import pack_gate_up as pack_dense_gate_up
 from rorqual.kernels.linear import prepare_absorbed
 
@@ -146,7 +146,7 @@ class _Loader:
             pack_gate_up_into(
                 gate_up[expert], source.tensor(name + "gate_proj.weight"), source.tensor(name + "up_proj.weight")
             )
-            source.tensor(name + "down_proj.weight", out=down[expert])
+            pack_down_into(down[expert], source.tensor(name + "down_proj.weight", out=down[expert]))
         if shared:
             # An MLP of n times an expert's width is the sum of n MLPs of that width.
             gates = source.tensor(prefix + "shared_experts.gate_proj.weight").chunk(shared)
@@ -154,7 +154,7 @@ class _Loader:
             downs = source.tensor(prefix + "shared_experts.down_proj.weight").chunk(shared, dim=1)
             for i in range(shared):
                 pack_gate_up_into(gate_up[routed + i], gates[i], ups[i])
-                down[routed + i].copy_(downs[i])
+                pack_down_into(down[routed + i], downs[i])
         router = source.tensor(prefix + "gate.weight", torch.float32)
         rounded = router.to(torch.bfloat16)
         bias = None

@@ -44,35 +44,63 @@ def pack_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def pack_gate_up_into(packed: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> None:
     """Fill one expert's packed weight. packed: [2 * width, hidden] contiguous; gate, up: [width, hidden], same dtype.
 
-    Rows alternate, eight of gate and eight of up, so that a value and its gate meet in one thread's accumulators.
+    Rows alternate, eight of gate and eight of up, so that a value and its gate meet in one thread's accumulators; the
+    whole then lies in boxes (`pack_boxes`).
     """
     width, hidden = gate.shape
     check("gate", gate, (width, hidden), packed.dtype, packed.device)
     check("up", up, (width, hidden), packed.dtype, packed.device)
     check("packed", packed, (2 * width, hidden), packed.dtype, packed.device, contiguous_dims=2)
     _check_sizes(hidden, width)
-    rows = packed.view(width // INTERLEAVE, 2, INTERLEAVE, hidden)
-    rows[:, 0] = gate.view(-1, INTERLEAVE, hidden)
-    rows[:, 1] = up.view(-1, INTERLEAVE, hidden)
+    halves = [half.reshape(-1, INTERLEAVE, hidden) for half in (gate, up)]
+    packed.copy_(pack_boxes(torch.stack(halves, dim=1).view(2 * width, hidden)))
 
 
 def unpack_gate_up(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """One expert's gate and up, [width, hidden] each, of its packed weight [2 * width, hidden]."""
     rows, hidden = packed.shape
-    halves = packed.view(rows // (2 * INTERLEAVE), 2, INTERLEAVE, hidden)
+    halves = unpack_boxes(packed).view(rows // (2 * INTERLEAVE), 2, INTERLEAVE, hidden)
     return halves[:, 0].reshape(rows // 2, hidden), halves[:, 1].reshape(rows // 2, hidden)
+
+
+def pack_down(down: torch.Tensor) -> torch.Tensor:
+    """The last projection, [num_experts, hidden, width] bf16, in the order that `moe_experts` reads. Same shape."""
+    packed = torch.empty_like(down)
+    for expert in range(down.shape[0]):
+        pack_down_into(packed[expert], down[expert])
+    return packed
+
+
+def pack_down_into(packed: torch.Tensor, down: torch.Tensor) -> None:
+    """Fill one expert's packed weight. Both [hidden, width], packed contiguous; they may be the same tensor."""
+    hidden, width = down.shape
+    check("packed", packed, (hidden, width), down.dtype, down.device, contiguous_dims=2)
+    _check_sizes(hidden, width)
+    packed.copy_(pack_boxes(down))
 
 
 def pack_boxes(weight: torch.Tensor) -> torch.Tensor:
     """[n, k] as its boxes of [128, 64], one after the other, each as it lies in swizzled shared memory. Same shape.
 
-    n: a multiple of 128, k of 64. Of a row's eight 16-byte pieces, piece p comes at p ^ (row % 8).
+    n: a multiple of 128, k of 64. Of a row's eight 16-byte pieces, piece p comes at p ^ (row % 8). A tile's weights are
+    then one run of memory, and any rows of a step another: the copy engine takes them faster than rows apart.
     """
     n, k = weight.shape
     boxes = weight.reshape(n // TILE_ROWS, TILE_ROWS, k // TILE_DEPTH, 8, 8).permute(0, 2, 1, 3, 4)
-    piece = torch.arange(8, device=weight.device)
-    order = piece[None, :] ^ (torch.arange(TILE_ROWS, device=weight.device) % 8)[:, None]
-    return boxes.gather(3, order[None, None, :, :, None].expand(boxes.shape)).reshape(n, k)
+    return _swizzle(boxes).reshape(n, k)
+
+
+def unpack_boxes(packed: torch.Tensor) -> torch.Tensor:
+    """What `pack_boxes` was given."""
+    n, k = packed.shape
+    boxes = _swizzle(packed.view(n // TILE_ROWS, k // TILE_DEPTH, TILE_ROWS, 8, 8))
+    return boxes.permute(0, 2, 1, 3, 4).reshape(n, k)
+
+
+def _swizzle(boxes: torch.Tensor) -> torch.Tensor:
+    """boxes: [..., ..., 128, 8, 8]; exchanges pieces (dim 3) by row (dim 2). Its own inverse."""
+    order = torch.arange(8)[None, :] ^ (torch.arange(TILE_ROWS) % 8)[:, None]
+    return boxes.gather(3, order.to(boxes.device)[None, None, :, :, None].expand(boxes.shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +185,7 @@ def moe_experts(
 
     x: [num_tokens, hidden] bf16, rows may be strided. topk_ids: int32 [num_tokens, top_k] contiguous; an id outside
     [0, num_experts) is no expert. gate_up: [num_experts, 2 * width, hidden] bf16 from `pack_gate_up`; down:
-    [num_experts, hidden, width] bf16. Sums are float32; silu(gate) * up is rounded once, and so is y.
+    [num_experts, hidden, width] bf16 from `pack_down`. Sums are float32; silu(gate) * up is rounded once, and so is y.
 
     A choice's y is one sum over k in order, made the same way whatever the other tokens are: its bits depend on its
     token and its expert alone, with `deterministic` or without.
@@ -176,14 +204,14 @@ def experts_stages(
     group_tokens: int | None = None,
     gathers: bool | None = None,
     paired: bool = False,
-    packed: int = 0,
+    even: bool | None = None,
     library: KernelLibrary | None = None,
 ) -> list[Callable[[], None]]:
     """The steps of `moe_experts`, to be called in order: plan, gate and up, down. On the CPU it is one.
 
     For measurements: group_tokens instead of `tokens_of_a_group`, gathers (rows of x one by one instead of a sorted
-    copy; needs group_tokens <= 64), paired (two CTAs share a group's tokens; not if gathers), packed (bit 0:
-    each gate_up[e] went through `pack_boxes`, bit 1: each down[e]).
+    copy; needs group_tokens <= 64), paired (two CTAs share a group's tokens; not if gathers), even (all CTAs take as many
+    weight rows, instead of whole tiles).
     """
     device, ws = x.device, workspace
     check("x", x, (None, ws.hidden), torch.bfloat16, device)
@@ -220,9 +248,9 @@ def experts_stages(
         hidden=ws.hidden,
         width=ws.width,
         group_tokens=group_tokens,
-        gathers=int(group_tokens <= 64 if gathers is None else gathers),
+        gathers=int(group_tokens <= 16 if gathers is None else gathers),
         paired=int(paired),
-        packed=packed,
+        even=int(group_tokens <= 64 if even is None else even),
         num_ctas=ws.num_ctas,
     )
     names = ("rorqual_experts_plan", "rorqual_experts_gate_up", "rorqual_experts_down")
@@ -312,7 +340,7 @@ def _experts_reference(
         gate, up = unpack_gate_up(gate_up[expert])
         h = (F.silu(rows @ gate.float().T) * (rows @ up.float().T)).to(torch.bfloat16)
         ws.h[start:end] = h
-        ws.y[start:end] = h.float() @ down[expert].float().T
+        ws.y[start:end] = h.float() @ unpack_boxes(down[expert]).float().T
 
 
 def _combine_reference(workspace: ExpertsWorkspace, topk_weights: torch.Tensor, residual: torch.Tensor) -> None:

@@ -23,8 +23,9 @@ def test_packing_is_undone_and_alternates_by_eight() -> None:
     gate, up, _ = layer()
     packed = experts.pack_gate_up(gate, up)
     assert packed.shape == (NUM_EXPERTS, 2 * WIDTH, HIDDEN)
-    assert torch.equal(packed[2, 16:24], gate[2, 8:16])
-    assert torch.equal(packed[2, 24:32], up[2, 8:16])
+    rows = experts.unpack_boxes(packed[2])
+    assert torch.equal(rows[16:24], gate[2, 8:16])
+    assert torch.equal(rows[24:32], up[2, 8:16])
     for expert in range(NUM_EXPERTS):
         got_gate, got_up = experts.unpack_gate_up(packed[expert])
         assert torch.equal(got_gate, gate[expert])
@@ -39,9 +40,19 @@ def test_packing_fills_one_expert_in_place() -> None:
     assert packed[[0, 1, 2, 4]].isnan().all()
 
 
+def test_down_is_packed_in_place_too() -> None:
+    _, _, down = layer()
+    packed = experts.pack_down(down)
+    assert torch.equal(experts.unpack_boxes(packed[4]), down[4])
+    experts.pack_down_into(down[4], down[4])
+    assert torch.equal(down[4], packed[4])
+
+
 def test_boxes_lie_as_swizzled_shared_memory() -> None:
     weight = torch.arange(256 * 192, dtype=torch.int32).view(256, 192)
-    boxes = experts.pack_boxes(weight).view(2, 3, 128, 8, 8)
+    packed = experts.pack_boxes(weight)
+    assert torch.equal(experts.unpack_boxes(packed), weight)
+    boxes = packed.view(2, 3, 128, 8, 8)
     for tile, step, row, piece in ((0, 0, 0, 0), (1, 2, 77, 3), (0, 1, 127, 7)):
         want = weight[128 * tile + row, 64 * step + 8 * piece :][:8]
         assert torch.equal(boxes[tile, step, row, piece ^ (row % 8)], want)
@@ -55,7 +66,7 @@ def test_reference_agrees_with_the_model(num_tokens: int) -> None:
     weights = torch.rand((num_tokens, TOP_K), generator=torch.Generator().manual_seed(7))
     workspace = experts.make_experts_workspace(16, TOP_K, NUM_EXPERTS, HIDDEN, WIDTH, torch.device("cpu"))
     workspace.y.fill_(float("nan"))
-    experts.moe_experts(x, ids.to(torch.int32), experts.pack_gate_up(gate, up), down, workspace)
+    experts.moe_experts(x, ids.to(torch.int32), experts.pack_gate_up(gate, up), experts.pack_down(down), workspace)
     got, normed, norm_weight = residual.clone(), torch.empty_like(x), randn(HIDDEN, seed=8)
     experts.moe_combine(workspace, weights, got, norm_weight=norm_weight, eps=1e-6, normed_out=normed)
     want = residual.float() + reference.moe_experts(
@@ -72,7 +83,7 @@ def test_a_choice_without_an_expert_adds_nothing() -> None:
     workspace = experts.make_experts_workspace(2, TOP_K, NUM_EXPERTS, HIDDEN, WIDTH, torch.device("cpu"))
     workspace.y.fill_(float("nan"))
     ids = torch.tensor([[-1, NUM_EXPERTS, -5], [-1, 2, -1]], dtype=torch.int32)
-    experts.moe_experts(x, ids, experts.pack_gate_up(gate, up), down, workspace)
+    experts.moe_experts(x, ids, experts.pack_gate_up(gate, up), experts.pack_down(down), workspace)
     got = torch.zeros_like(x)
     experts.moe_combine(workspace, torch.ones((2, TOP_K)), got)
     assert (got[0] == 0).all()

@@ -126,15 +126,16 @@ typedef struct {
   void* chunk_counts;  /* i32 [rorqual_experts_plan_chunks(num_tokens * top_k), num_experts], scratch */
   const void* x;        /* bf16 [num_tokens, hidden] */
   const void* topk_ids; /* i32 [num_tokens, top_k] */
-  const void* gate_up;  /* bf16 [num_experts, 2 * width, hidden], gate and up rows alternating by eight */
-  const void* down;     /* bf16 [num_experts, hidden, width] */
+  const void* gate_up;  /* bf16 [num_experts, 2 * width, hidden], gate and up rows alternating by eight, in boxes */
+  const void* down;     /* bf16 [num_experts, hidden, width], in boxes: [128, 64] each, k innermost, one after the other, */
+                        /*   rows of 128 bytes, a row's eight pieces of 16 bytes at piece ^ (row % 8) */
   int64_t x_stride, row_capacity; /* rows: >= num_tokens * top_k */
   int32_t num_tokens, top_k, num_experts;
   int32_t hidden, width; /* multiples of 128 and of 64 */
   int32_t group_tokens;  /* tokens of a tile at most: a multiple of 8 in [8, 256] */
   int32_t gathers;       /* 1: gate_up takes rows of x one by one (group_tokens <= 64); 0: in boxes of a sorted copy */
   int32_t paired;        /* 1: two CTAs share a group's tokens, where the weight's rows are a multiple of 256; not if gathers */
-  int32_t packed;        /* bit 0: gate_up, bit 1: down lies in boxes of [128, 64], swizzled, one after the other */
+  int32_t even;          /* 1: all CTAs take as many weight rows, for when memory is the limit; not if paired */
   int32_t num_ctas;      /* multiprocessors to use */
 } RorqualExperts;
 int32_t rorqual_experts_plan_chunks(int32_t num_choices);
@@ -142,6 +143,7 @@ int rorqual_experts_plan(const RorqualExperts* args, void* stream);
 int rorqual_experts_gate_up(const RorqualExperts* args, void* stream);
 int rorqual_experts_down(const RorqualExperts* args, void* stream);
 
+/* Directly behind experts_down on its stream, or behind work that has nothing to do with these tensors. */
 typedef struct {
   void* residual;           /* bf16 [num_tokens, hidden]: becomes residual + the weighted sum, rounded once */
   void* normed;             /* bf16 [num_tokens, hidden] or NULL: RMSNorm of the new residual times norm_weight */

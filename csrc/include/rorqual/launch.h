@@ -145,19 +145,22 @@ cudaError_t launch_experts_sort(const ExpertsSortParams& p, cudaStream_t stream)
 struct ExpertsProductParams {
   CUtensorMap weight_map;  // [num_experts, weight rows, k] in boxes of kExpertsTileRows x 64
   CUtensorMap token_map;   // [rows, k] in boxes of box_rows x 64; of 1 x 64 where token_of gathers
-  const __nv_bfloat16* packed_weight;  // or null: the weight's boxes one after the other, as they lie in shared memory
-  __nv_bfloat16* out;                  // [rows, out_width]
-  const int4* groups;                  // the plan's
-  const int* token_of;                 // the plan's, or null: the tokens lie in the rows' order
-  int weight_tiles, steps;             // weight rows / kExpertsTileRows, k / 64
+  // [num_experts, weight_rows, 64 * steps] as boxes of kExpertsTileRows x 64, one after the other, k innermost, each as it
+  // lies in shared memory: rows of 128 bytes, a row's eight pieces of 16 bytes at piece ^ (row % 8).
+  const __nv_bfloat16* weight;
+  __nv_bfloat16* out;    // [rows, out_width]
+  const int4* groups;    // the plan's
+  const int* token_of;   // the plan's, or null: the tokens lie in the rows' order
+  int weight_rows, steps;
   int out_width, group_tokens, box_rows;
+  bool even;  // every CTA takes as many weight rows as the others, for when memory is the limit
   // Few choices: these instead of a plan. Otherwise topk_ids is null.
   const int* topk_ids;  // [num_tokens, top_k]
   int* row_of;          // [num_tokens, top_k], written by the first product
   int num_choices, top_k, num_experts;
 };
 // silu(gate) * up, of the weight's alternating rows; and the plain product, which starts before its tokens are there.
-// paired: two CTAs take neighbouring tiles and share their tokens; weight_tiles must be even, and nothing is gathered.
+// paired: two CTAs take neighbouring tiles and share their tokens; weight_rows must be a multiple of two tiles', and nothing is gathered.
 cudaError_t launch_experts_gate_up(const ExpertsProductParams& p, int num_ctas, bool paired, cudaStream_t stream);
 cudaError_t launch_experts_down(const ExpertsProductParams& p, int num_ctas, bool paired, cudaStream_t stream);
 
