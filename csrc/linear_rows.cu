@@ -62,24 +62,44 @@ __device__ __forceinline__ void produce(const RowsShape& shape, const CUtensorMa
   }
 }
 
-// kGroups: of 8 rows of W. kHalves: of 8 tokens.
+// kGroups: of 8 rows of W. kHalves: of 8 tokens. What lies between the end of the previous kernel and the last store is
+// the time that a chain of kernels cannot hide: addresses are found before, loads asked for long before their use.
 template <int kGroups, int kHalves>
 __device__ __forceinline__ void compute(const LinearParams& p, const RowsShape& shape, const char* smem,
                                         float* all_partials, uint64_t* full, uint64_t* empty) {
-  constexpr int kSpanChunks = 4 / kHalves;       // x is held for so many chunks, in 32 registers
+  constexpr int kRows = 8 * kGroups;
+  constexpr int kSpanChunks = 4 / kHalves;  // x is held for so many chunks, in 32 registers
   constexpr int kSets = kGroups <= 2 ? 2 : 1;  // sums side by side, so that fewer products wait for one another
   const int thread = threadIdx.x, warp = thread / kWarpSize, lane = thread % kWarpSize;
   const int group = lane / 4, quad = lane % 4;
-  constexpr int kRows = 8 * kGroups;
   const int partial_floats = p.num_tokens * kRows;  // of a warp
   const int stage_bytes = shape.stage_blocks * kRows * 2 * kBlock;
   const char* w_row = smem + (warp * kRows + group) * 2 * kBlock;
-  int stage = 0, turn = 0, held_batch = -1;
+  const int own_k = warp * kBlock + quad * 16;  // vectors 2 quad and 2 quad + 1 of this warp's line
+  const __nv_bfloat16* x_row = p.x + group * p.x_token_stride + own_k;
+  const int64_t other_half = 8 * p.x_token_stride;
+
+  int tile = blockIdx.x, batch = tile / shape.tiles_per_batch;
+  int first_row = (tile - batch * shape.tiles_per_batch) * kRows;
+  int stage = 0, turn = 0;
   uint32_t phase = 0;
-  uint4 x[kSpanChunks][2][kHalves];  // vectors 2 quad and 2 quad + 1 of this warp's line
+  uint4 x[kSpanChunks][2][kHalves];
+  const auto load_x = [&](int first_chunk) {
+    const __nv_bfloat16* src = x_row + batch * p.x_batch_stride + first_chunk * kChunk;
+#pragma unroll
+    for (int i = 0; i < 2 * kSpanChunks; ++i) {
+      const bool inside = (first_chunk + i / 2) * kChunk + own_k < p.in_features;
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) {
+        x[i / 2][i % 2][h] = group + 8 * h < p.num_tokens && inside
+                                 ? *reinterpret_cast<const uint4*>(src + h * other_half + i / 2 * kChunk + i % 2 * 8)
+                                 : make_uint4(0, 0, 0, 0);
+      }
+    }
+  };
+  asm volatile("" : "+l"(x_row), "+r"(batch), "+r"(first_row));  // found before the wait
   wait_for_previous_kernel();
-  for (int tile = blockIdx.x; tile < shape.num_tiles; tile += gridDim.x) {
-    const int batch = tile / shape.tiles_per_batch, first_row = (tile - batch * shape.tiles_per_batch) * kRows;
+  for (bool fresh = true;;) {
     float acc[kGroups][kSets][4];
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
@@ -87,20 +107,7 @@ __device__ __forceinline__ void compute(const LinearParams& p, const RowsShape& 
       for (int i = 0; i < 4 * kSets; ++i) acc[n][i / 4][i % 4] = 0.f;
     }
     for (int first_chunk = 0; first_chunk < shape.num_chunks; first_chunk += kSpanChunks) {
-      if (batch != held_batch || shape.num_chunks > kSpanChunks) {
-        held_batch = batch;
-        const __nv_bfloat16* x_row = p.x + batch * p.x_batch_stride + group * p.x_token_stride;
-#pragma unroll
-        for (int i = 0; i < 2 * kSpanChunks; ++i) {
-          const int k = (first_chunk + i / 2) * kChunk + warp * kBlock + quad * 16 + i % 2 * 8;
-#pragma unroll
-          for (int h = 0; h < kHalves; ++h) {
-            x[i / 2][i % 2][h] = group + 8 * h < p.num_tokens && k < p.in_features
-                                     ? *reinterpret_cast<const uint4*>(x_row + 8 * h * p.x_token_stride + k)
-                                     : make_uint4(0, 0, 0, 0);
-          }
-        }
-      }
+      if (fresh) load_x(first_chunk);
 #pragma unroll
       for (int chunk = 0; chunk < kSpanChunks; ++chunk) {
         if (first_chunk + chunk >= shape.num_chunks) break;
@@ -142,38 +149,42 @@ __device__ __forceinline__ void compute(const LinearParams& p, const RowsShape& 
         }
       }
     }
-    named_barrier_sync(1, kComputeThreads);
-    const auto total = [&](int token, int row) {
-      const float* at = partials + token * kRows + row;
-      float2 sum = *reinterpret_cast<const float2*>(at);
-#pragma unroll
-      for (int w = 1; w < kComputeWarps; ++w) {
-        const float2 part = *reinterpret_cast<const float2*>(at + w * partial_floats);
-        sum.x += part.x;
-        sum.y += part.y;
-      }
-      return sum;
-    };
-    if (p.silu_mul) {
-      constexpr int kPairs = kRows / 4;
-      for (int i = thread; i < p.num_tokens * kPairs; i += kComputeThreads) {
-        const int token = i / kPairs, column = i % kPairs * 2, row = column / 8 * 16 + column % 8;
-        if (first_row + row >= p.out_features) continue;
-        const float2 gate = total(token, row), other = total(token, row + 8);
-        const float v[2] = {silu(gate.x) * other.x, silu(gate.y) * other.y};
-        store_linear(p, batch, token, first_row / 2 + column, v);
-      }
-    } else {
-      constexpr int kPairs = kRows / 2;
-      for (int i = thread; i < p.num_tokens * kPairs; i += kComputeThreads) {
-        const int token = i / kPairs, row = i % kPairs * 2;
-        if (first_row + row >= p.out_features) continue;
-        const float2 sum = total(token, row);
-        float v[2] = {sum.x, sum.y};
-        add_linear_terms(p, token, first_row + row, v);
-        store_linear(p, batch, token, first_row + row, v);
-      }
+    // A thread's pair of the output's columns: of rows own_row, own_row + 1 of the tile, with silu_mul also 8 rows on.
+    const int own_token = p.silu_mul ? thread / (kRows / 4) : thread / (kRows / 2);
+    const int own_column = 2 * (p.silu_mul ? thread % (kRows / 4) : thread % (kRows / 2));
+    const int own_row = p.silu_mul ? own_column / 8 * 16 + own_column % 8 : own_column;
+    const bool writes = own_token < p.num_tokens && first_row + own_row < p.out_features;
+    const int out_batch = batch, out_column = (p.silu_mul ? first_row / 2 : first_row) + own_column;
+    const bool more = (tile += gridDim.x) < shape.num_tiles;
+    if (more) {
+      const int next_batch = tile / shape.tiles_per_batch;
+      first_row = (tile - next_batch * shape.tiles_per_batch) * kRows;
+      fresh = next_batch != batch || shape.num_chunks > kSpanChunks;
+      batch = next_batch;
     }
+    named_barrier_sync(1, kComputeThreads);
+    if (writes) {
+      const float* at = partials + own_token * kRows + own_row;
+      const auto total = [&](const float* at) {
+        float2 parts[kComputeWarps];
+#pragma unroll
+        for (int i = 0; i < kComputeWarps; ++i) parts[i] = *reinterpret_cast<const float2*>(at + i * partial_floats);
+#pragma unroll
+        for (int i = 1; i < kComputeWarps; ++i) parts[0] = {parts[0].x + parts[i].x, parts[0].y + parts[i].y};
+        return parts[0];
+      };
+      const float2 sum = total(at);
+      float v[2] = {sum.x, sum.y};
+      if (p.silu_mul) {
+        const float2 other = total(at + 8);
+        v[0] = silu(sum.x) * other.x;
+        v[1] = silu(sum.y) * other.y;
+      } else {
+        add_linear_terms(p, own_token, out_column, v);
+      }
+      store_linear(p, out_batch, own_token, out_column, v);
+    }
+    if (!more) break;
   }
 }
 
@@ -189,6 +200,7 @@ linear_rows_kernel(const __grid_constant__ LinearParams p, const __grid_constant
   uint64_t* empty = full + kMaxStages;
   if (threadIdx.x == kComputeThreads) {
     tma_prefetch_map(&weight);
+#pragma unroll 1
     for (int stage = 0; stage < shape.stages; ++stage) {
       mbarrier_init(&full[stage], 1);
       mbarrier_init(&empty[stage], kComputeWarps);
@@ -233,7 +245,6 @@ cudaError_t launch(const LinearParams& p, const CUtensorMap& weight, int tile_ro
   switch (tile_rows) {
     case 8: return launch<1, kHalves>(p, weight, num_sms, stream);
     case 16: return launch<2, kHalves>(p, weight, num_sms, stream);
-    case 24: return launch<3, kHalves>(p, weight, num_sms, stream);
     default: return launch<4, kHalves>(p, weight, num_sms, stream);
   }
 }
@@ -242,6 +253,11 @@ cudaError_t launch(const LinearParams& p, const CUtensorMap& weight, int tile_ro
 
 int choose_linear_rows(const LinearParams& p, int num_sms) {
   if (p.silu_mul) return 16;
+  // With the fewest CTAs more of a chain is at work at once; more than 128 KiB of W a CTA would not all be on its way.
+  if (2 * 32 * p.in_features <= 128 << 10 && p.out_features >= 32 * num_sms / 3 && p.batch == 1 &&
+      p.out_features <= 32 * num_sms) {
+    return 32;
+  }
   for (int rows : {8, 16, 32}) {
     if ((p.out_features + rows - 1) / rows * p.batch <= num_sms) return rows;
   }

@@ -18,24 +18,25 @@
 namespace rorqual {
 namespace {
 
-template <int kRowsArg, int kTokensArg, int kStagesArg>
+// kStages: of a CTA that shares its SM with others of the same kernel. kManyStages: of one that does not, but for those
+// of the next kernel.
+template <int kRowsArg, int kTokensArg, int kStagesArg, int kManyStagesArg>
 struct Tiles {
-  static constexpr int kRows = kRowsArg, kTokens = kTokensArg, kStages = kStagesArg;
+  static constexpr int kRows = kRowsArg, kTokens = kTokensArg, kStages = kStagesArg, kManyStages = kManyStagesArg;
   static constexpr int kWarpgroups = kRows / 64, kComputeThreads = 128 * kWarpgroups;
   static constexpr int kThreads = kComputeThreads + kWarpSize;
   static constexpr int kDepth = kLinearTileDepth, kRowBytes = 2 * kDepth;
   static constexpr int kWeightBytes = kRows * kRowBytes, kTokenBytes = kTokens * kRowBytes;
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
-  static constexpr int kBarrierOffset = kStages * kStageBytes;
-  static constexpr int kSmemBytes = kBarrierOffset + 2 * kStages * 8 + 1024;  // room to align the first atom
   // The sums, [kTokens][kSumPitch] floats, lie where the stages were. Pitch: lanes of different tokens, other banks.
   static constexpr int kSumPitch = kRows + 4;
   static_assert(kRowBytes == 128 && kTokens % 8 == 0, "boxes are whole swizzle atoms");
-  static_assert(kTokens * kSumPitch * 4 <= kBarrierOffset && kSmemBytes <= 232448);
+  static constexpr int smem_bytes(int stages) { return 1024 + stages * (kStageBytes + 16); }  // room to align the first
+  static_assert(kTokens * kSumPitch * 4 <= kStages * kStageBytes && smem_bytes(kManyStages) <= 232448);
 };
 
 struct TilesShape {
-  int row_tiles, token_tiles, blocks_per_part;
+  int row_tiles, token_tiles, blocks_per_part, stages;
 };
 
 // Tiles in the order of CTAs: bands of row tiles, within one the tokens advance slowest, so that those at work at the
@@ -51,52 +52,66 @@ struct Place {
   }
 };
 
+// A place in the ring of stages, and the parity of its turn.
+struct Slot {
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void next(int stages) {
+    if (++stage == stages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
 template <class T>
 __device__ __forceinline__ void produce(const LinearTileMaps& maps, char* smem, uint64_t* full, uint64_t* empty,
-                                        int first_row, int first_token, int begin, int end) {
-  const int batch = blockIdx.y, ahead = min(end - begin, T::kStages);
-  const auto load_weight = [&](int i) {
-    const int stage = i % T::kStages;
+                                        int stages, int first_row, int first_token, int begin, int end) {
+  const int batch = blockIdx.y, ahead = min(end - begin, stages);
+  const auto load_weight = [&](int stage, int block) {
     mbarrier_arrive_expect_tx(&full[stage], T::kStageBytes);
-    tma_load_3d(smem + stage * T::kStageBytes, &maps.weight, &full[stage], (begin + i) * T::kDepth, first_row, batch);
+    tma_load_3d(smem + stage * T::kStageBytes, &maps.weight, &full[stage], block * T::kDepth, first_row, batch);
   };
-  const auto load_x = [&](int i) {
-    const int stage = i % T::kStages;
-    tma_load_3d(smem + stage * T::kStageBytes + T::kWeightBytes, &maps.x, &full[stage], (begin + i) * T::kDepth,
-                first_token, batch);
+  const auto load_x = [&](int stage, int block) {
+    tma_load_3d(smem + stage * T::kStageBytes + T::kWeightBytes, &maps.x, &full[stage], block * T::kDepth, first_token,
+                batch);
   };
-  for (int i = 0; i < ahead; ++i) load_weight(i);
+  for (int i = 0; i < ahead; ++i) load_weight(i, begin + i);
   wait_for_previous_kernel();
-  for (int i = 0; i < ahead; ++i) load_x(i);
-  for (int i = ahead; i < end - begin; ++i) {
-    mbarrier_wait(&empty[i % T::kStages], (i / T::kStages + 1) % 2);
-    load_weight(i);
-    load_x(i);
+  for (int i = 0; i < ahead; ++i) load_x(i, begin + i);
+  Slot slot;
+  for (int block = begin + ahead; block < end; ++block, slot.next(stages)) {
+    mbarrier_wait(&empty[slot.stage], slot.phase);
+    load_weight(slot.stage, block);
+    load_x(slot.stage, block);
   }
 }
 
 template <class T>
-__device__ __forceinline__ void multiply(float* sums, char* smem, uint64_t* full, uint64_t* empty, int num_blocks) {
+__device__ __forceinline__ void multiply(float* sums, char* smem, uint64_t* full, uint64_t* empty, int stages,
+                                         int num_blocks) {
   const int thread = threadIdx.x, warpgroup = thread / 128, warp = thread / kWarpSize, lane = thread % kWarpSize;
   float acc[T::kTokens / 2];
 #pragma unroll
   for (int i = 0; i < T::kTokens / 2; ++i) acc[i] = 0.f;
   const uint64_t weight_desc = swizzle128_desc(smem_addr(smem) + warpgroup * 64 * T::kRowBytes);
   const uint64_t x_desc = swizzle128_desc(smem_addr(smem) + T::kWeightBytes);
-  for (int i = 0; i < num_blocks; ++i) {
-    const int stage = i % T::kStages;
-    mbarrier_wait(&full[stage], i / T::kStages % 2);
+  Slot slot;
+  int last_stage = 0;
+  for (int i = 0; i < num_blocks; ++i, slot.next(stages)) {
+    mbarrier_wait(&full[slot.stage], slot.phase);
     wgmma_fence_operand(acc);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < T::kDepth / 16; ++k) {
-      const int at = (stage * T::kStageBytes + k * 32) / 16;
+      const int at = (slot.stage * T::kStageBytes + k * 32) / 16;
       wgmma_m64_ss<T::kTokens>(acc, weight_desc + at, x_desc + at, i > 0 || k > 0);
     }
     wgmma_commit();
     wgmma_fence_operand(acc);
     wgmma_wait<1>();
-    if (i > 0 && lane == 0) mbarrier_arrive(&empty[(i - 1) % T::kStages]);
+    if (i > 0 && lane == 0) mbarrier_arrive(&empty[last_stage]);
+    last_stage = slot.stage;
   }
   wgmma_wait<0>();
   wgmma_fence_operand(acc);
@@ -167,8 +182,8 @@ linear_tiles_kernel(const __grid_constant__ LinearParams p, const __grid_constan
                     const TilesShape shape, int split) {
   extern __shared__ char smem_raw[];
   char* smem = smem_raw + (1024 - smem_addr(smem_raw) % 1024) % 1024;
-  uint64_t* full = reinterpret_cast<uint64_t*>(smem + T::kBarrierOffset);
-  uint64_t* empty = full + T::kStages;
+  uint64_t* full = reinterpret_cast<uint64_t*>(smem + shape.stages * T::kStageBytes);
+  uint64_t* empty = full + shape.stages;
   const int part = split > 1 ? static_cast<int>(cluster_rank()) : 0;
   const Place place(shape, blockIdx.x / split);
   const int first_row = place.row_tile * T::kRows, first_token = place.token_tile * T::kTokens;
@@ -177,7 +192,8 @@ linear_tiles_kernel(const __grid_constant__ LinearParams p, const __grid_constan
   if (threadIdx.x == 0) {
     tma_prefetch_map(&maps.weight);
     tma_prefetch_map(&maps.x);
-    for (int stage = 0; stage < T::kStages; ++stage) {
+#pragma unroll 1
+    for (int stage = 0; stage < shape.stages; ++stage) {
       mbarrier_init(&full[stage], 1);
       mbarrier_init(&empty[stage], T::kComputeThreads / kWarpSize);
     }
@@ -188,12 +204,12 @@ linear_tiles_kernel(const __grid_constant__ LinearParams p, const __grid_constan
   float* sums = reinterpret_cast<float*>(smem);
   if (threadIdx.x >= T::kComputeThreads) {
     if (threadIdx.x == T::kComputeThreads) {
-      produce<T>(maps, smem, full, empty, first_row, first_token, begin, end);
+      produce<T>(maps, smem, full, empty, shape.stages, first_row, first_token, begin, end);
     }
     __syncwarp();
   } else {
     wait_for_previous_kernel();
-    multiply<T>(sums, smem, full, empty, end - begin);
+    multiply<T>(sums, smem, full, empty, shape.stages, end - begin);
     if (split == 1) named_barrier_sync(1, T::kComputeThreads);
   }
   if (split > 1) cluster_sync();
@@ -209,8 +225,13 @@ cudaError_t launch(const LinearParams& p, const LinearTileMaps& maps, int split,
   const int num_blocks = (p.in_features + T::kDepth - 1) / T::kDepth;
   shape.blocks_per_part = (num_blocks + split - 1) / split;
   const dim3 grid(shape.row_tiles * shape.token_tiles * split, p.batch);
+  int device, num_sms;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  shape.stages = static_cast<int>(grid.x * grid.y) <= num_sms ? T::kManyStages : T::kStages;
   return launch_kernel(linear_tiles_kernel<T>, grid, T::kThreads, stream,
-                       {.smem_bytes = T::kSmemBytes, .overlaps = true, .cluster = split}, p, maps, shape, split);
+                       {.smem_bytes = T::smem_bytes(shape.stages), .overlaps = true, .cluster = split}, p, maps, shape, split);
 }
 
 }  // namespace
@@ -224,15 +245,15 @@ cudaError_t launch_linear_tiles(const LinearParams& p, const LinearTileMaps& map
                                 int split, cudaStream_t stream) {
   if (tile_rows == 64) {
     switch (tile_tokens) {
-      case 16: return launch<Tiles<64, 16, 7>>(p, maps, split, stream);
-      case 32: return launch<Tiles<64, 32, 6>>(p, maps, split, stream);
-      default: return launch<Tiles<64, 64, 4>>(p, maps, split, stream);
+      case 16: return launch<Tiles<64, 16, 7, 10>>(p, maps, split, stream);
+      case 32: return launch<Tiles<64, 32, 6, 8>>(p, maps, split, stream);
+      default: return launch<Tiles<64, 64, 4, 6>>(p, maps, split, stream);
     }
   }
   switch (tile_tokens) {
-    case 64: return launch<Tiles<128, 64, 4>>(p, maps, split, stream);
-    case 128: return launch<Tiles<128, 128, 3>>(p, maps, split, stream);
-    default: return launch<Tiles<128, 256, 4>>(p, maps, split, stream);
+    case 64: return launch<Tiles<128, 64, 4, 4>>(p, maps, split, stream);
+    case 128: return launch<Tiles<128, 128, 3, 6>>(p, maps, split, stream);
+    default: return launch<Tiles<128, 256, 4, 4>>(p, maps, split, stream);
   }
 }
 

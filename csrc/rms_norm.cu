@@ -25,6 +25,15 @@ rms_norm_kernel(__nv_bfloat16* out, int64_t out_stride,            // [num_rows,
                 int num_vecs, float inv_hidden, float eps) {
   const int64_t row = blockIdx.x;
   let_dependents_launch();
+  const uint4* weight_vecs = reinterpret_cast<const uint4*>(weight);
+  uint4 weights[kVecs <= 2 ? kVecs : 1];  // of short rows: on their way before the previous kernel has ended
+  if constexpr (kVecs <= 2) {
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+      const int idx = threadIdx.x + v * blockDim.x;
+      weights[v] = idx < num_vecs ? weight_vecs[idx] : make_uint4(0, 0, 0, 0);
+    }
+  }
   wait_for_previous_kernel();
   const uint4* x_row = reinterpret_cast<const uint4*>(x + row * x_stride);
   uint4 vecs[kVecs];
@@ -72,13 +81,12 @@ rms_norm_kernel(__nv_bfloat16* out, int64_t out_stride,            // [num_rows,
   }
   const float inv_rms = rsqrtf(squares * inv_hidden + eps);
 
-  const uint4* weight_vecs = reinterpret_cast<const uint4*>(weight);
   uint4* out_row = reinterpret_cast<uint4*>(out + row * out_stride);
 #pragma unroll
   for (int v = 0; v < kVecs; ++v) {
     const int idx = threadIdx.x + v * blockDim.x;
     if (idx >= num_vecs) continue;
-    const uint4 w = weight_vecs[idx];
+    const uint4 w = kVecs <= 2 ? weights[kVecs <= 2 ? v : 0] : weight_vecs[idx];
     const uint32_t* a = reinterpret_cast<const uint32_t*>(&vecs[v]);
     const uint32_t* b = reinterpret_cast<const uint32_t*>(&w);
     uint32_t y[4];

@@ -115,7 +115,7 @@ def variants(name: str, num_tokens: int) -> list[Tiling]:
     out_features, in_features, batch = SHAPES[name]
     found = []
     if num_tokens <= 16:
-        found += [Tiling(num_tokens, rows) for rows in (8, 16, 24, 32) if rows % 16 == 0 or name != "gate_up"]
+        found += [Tiling(num_tokens, rows) for rows in (8, 16, 32) if rows % 16 == 0 or name != "gate_up"]
     for tile_tokens, tile_rows in ((16, 64), (32, 64), (64, 64), (64, 128), (128, 128), (256, 128)):
         if tile_tokens >= 2 * num_tokens and tile_tokens > 16:
             continue

@@ -56,8 +56,8 @@ extern "C" int rorqual_linear(const RorqualLinear* a, void* stream) {
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
     if (error != cudaSuccess) return rorqual::from_cuda(error, "linear");
     const int rows = a->tile_rows == 0 ? rorqual::choose_linear_rows(p, num_sms) : a->tile_rows;
-    RORQUAL_REQUIRE(rows >= 8 && rows <= 32 && rows % (p.silu_mul ? 16 : 8) == 0,
-                    "linear: tile_rows must be 0, 8, 16, 24, 32 (with silu_mul 0, 16, 32), 64 or 128, got " +
+    RORQUAL_REQUIRE((rows == 8 && !p.silu_mul) || rows == 16 || rows == 32,
+                    "linear: tile_rows must be 0, 8 (not with silu_mul), 16, 32, 64 or 128, got " +
                         std::to_string(rows));
     const cuuint32_t blocks = std::min<int>(rorqual::kLinearRowsBlocks, a->in_features / depth);
     CUtensorMap weight;

@@ -27,7 +27,8 @@ def rms_norm(
 
     x: [num_rows, hidden] bf16, rows may be strided; weight: [hidden] bf16. residual: [num_rows, hidden] bf16,
     becomes x + residual (rounded to bf16), and that sum is normalised. Returns `out`, [num_rows, hidden] bf16
-    (new unless given; may be x itself). hidden: a multiple of 8, at most 16,384.
+    (new unless given; may be x itself). hidden: a multiple of 8, at most 16,384. On CUDA the weight is read before the
+    stream's previous kernel has ended: nothing still running may write it.
     """
     check("x", x, (None, None), torch.bfloat16, x.device)
     num_rows, hidden = x.shape

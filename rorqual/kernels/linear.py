@@ -18,8 +18,9 @@ from .loader import KernelLibrary, current_stream, load
 
 BF16 = torch.bfloat16
 GATE_ROWS = 8  # of the gate, then of what it gates, and so on: how pack_gate_up lays them
-MAX_ROWS_TOKENS = 8  # up to which whole rows are faster than tiles; the kernel takes 16
-MAX_TILED_TOKENS = 64  # beyond it cuBLAS is faster, where the choice is free
+MAX_ROWS_TOKENS = 16  # of the kernel that takes whole rows of the weight
+# Beyond so many tokens cuBLAS is faster, where the choice is free.
+MAX_TOKENS, SMALL_OUT_FEATURES, MAX_TOKENS_SMALL = 32, 512, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +47,23 @@ def choose_tiling(
     num_tokens: int, out_features: int, in_features: int, batch: int = 1, *, deterministic: bool = False
 ) -> Tiling:
     """The tiling of a product; with `deterministic`, one that adds each output in the same order at any num_tokens."""
-    if num_tokens <= MAX_ROWS_TOKENS and in_features >= 256 and in_features % 64 == 0 and not deterministic:
-        return Tiling(num_tokens, 0)
-    if num_tokens <= 64:
-        tile_tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
+    if not deterministic and num_tokens <= MAX_ROWS_TOKENS and in_features % 64 == 0 and in_features >= 256:
+        large = out_features * in_features >= 32 << 20  # every SM has several tiles
+        deep = in_features > 4096 and num_tokens > 8  # x does not stay in registers
+        if not large and not deep:
+            return Tiling(num_tokens, 0)
+    small = out_features <= SMALL_OUT_FEATURES
+    if num_tokens <= 64 or (small and not deterministic):
+        per_tile = num_tokens // 4 if small and batch == 1 and not deterministic else num_tokens
+        tile_tokens = 16 if per_tile <= 16 else 32 if per_tile <= 32 else 64
         tile_rows = 64
     else:
-        tile_tokens = 128 if num_tokens <= 128 or (deterministic and num_tokens < 512) else 256
+        tile_tokens = 128 if num_tokens < 512 else 256
         tile_rows = 128
     if deterministic:
         return Tiling(tile_tokens, tile_rows)
     # Parts of the depth, so that about one CTA an SM is at work.
-    tiles = -(-out_features // tile_rows) * -(-num_tokens // tile_tokens) * batch
+    tiles = max(1, -(-out_features // tile_rows) * -(-num_tokens // tile_tokens) * batch)
     split = max(1, min(8, 132 // tiles, in_features // 256))
     blocks = -(-in_features // 64)
     while (split - 1) * -(-blocks // split) >= blocks:
@@ -144,7 +150,8 @@ def linear(
                 y += residual.float()
             return y.to(out_dtype) if out is None else out.copy_(y)
         library = load()
-    if tiling is None and (deterministic or num_tokens <= MAX_TILED_TOKENS):
+    most = MAX_TOKENS if out_features > SMALL_OUT_FEATURES else MAX_TOKENS_SMALL
+    if tiling is None and (deterministic or num_tokens <= most):
         tiling = choose_tiling(num_tokens, out_features, in_features, deterministic=deterministic)
     if out is None:
         out = torch.empty((num_tokens, out_features), dtype=out_dtype, device=x.device)
@@ -288,7 +295,10 @@ def _per_head(
             return out.copy_(torch.einsum("thi,hio->tho", x.float(), weight.float()))
         library = load()
     heads, in_features, out_features = weight.shape
-    if tiling is None:
+    if tiling is None and (deterministic or x.shape[0] <= MAX_TOKENS_SMALL):
         tiling = choose_tiling(x.shape[0], out_features, in_features, heads, deterministic=deterministic)
-    _launch(library, x.transpose(0, 1), weight.transpose(1, 2), out.transpose(0, 1), tiling)
+    if tiling is None:
+        torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+    else:
+        _launch(library, x.transpose(0, 1), weight.transpose(1, 2), out.transpose(0, 1), tiling)
     return out

@@ -13,7 +13,7 @@ from rorqual.kernels.loader import KernelCallError, KernelLibrary
 BF16, F32 = torch.bfloat16, torch.float32
 TOKENS = [0, 1, 2, 3, 5, 8, 9, 16, 17, 31, 64, 65, 127, 130, 256, 257]
 SHAPES = [(8, 8), (64, 2048), (3648, 2048), (104, 1096), (520, 72), (2048, 10944)]  # out_features, in_features
-ROWS = [Tiling(16, rows) for rows in (8, 16, 24, 32)]
+ROWS = [Tiling(16, rows) for rows in (8, 16, 32)]
 TILES = [Tiling(tokens, 64) for tokens in (16, 32, 64)] + [Tiling(tokens, 128) for tokens in (64, 128, 256)]
 
 
@@ -70,8 +70,8 @@ def check_linear(
     if bias is not None and residual is not None:
         want += bias.double() + residual.double()
         scale += bias.double().abs() + residual.double().abs()
-    if tiling is None and num_tokens > products.MAX_TILED_TOKENS and terms:
-        scale += 2**13 * want.abs()  # cuBLAS's product is rounded before the terms are added
+    if tiling is None and terms:
+        scale += 2**13 * want.abs()  # cuBLAS's product may be rounded before the terms are added
     assert_product(out, want, scale)
     assert int(whole.isnan().sum()) == whole.numel() - out.numel()
 
@@ -125,7 +125,8 @@ def test_silu_mul(
 ) -> None:
     few = tiling is not None and tiling.tile_rows < 64
     for num_tokens in [n for n in TOKENS if n <= 16 or not few]:
-        for width, in_features in ((8, 64 if few else 72), (328, 2048)):
+        narrow = 64 if few else 72 if tiling is None or tiling.split == 1 else 520
+        for width, in_features in ((8, narrow), (328, 2048)):
             x = randn(generator, num_tokens, in_features)
             gate = randn(generator, width, in_features, scale=in_features**-0.5)
             up = randn(generator, width, in_features, scale=in_features**-0.5)

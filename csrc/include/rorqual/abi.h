@@ -291,7 +291,7 @@ typedef struct {
   int32_t num_tokens, out_features, in_features, batch;
   int32_t out_float32; /* 0: bf16 */
   int32_t silu_mul;    /* 1: rows of the weight are 8 of the gate, 8 of the other, …; out is silu(gate) * other, half as wide */
-  int32_t tile_rows;   /* of the weight. 8, 16, 24, 32 (silu_mul: 16, 32) or 0 (chosen here): for at most 16 tokens, and
+  int32_t tile_rows;   /* of the weight. 8 (not with silu_mul), 16, 32 or 0 (chosen here): for at most 16 tokens, and
                           in_features in multiples of 64; 64 or 128: for any */
   int32_t tile_tokens; /* with 64 rows 16, 32 or 64; with 128 rows 64, 128 or 256; else unused */
   int32_t split;       /* tiles: parts of in_features, added in order, 1 to 8; one part: a row's bits depend on it alone */

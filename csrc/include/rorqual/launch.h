@@ -296,7 +296,7 @@ struct LinearParams {
 };
 constexpr int kLinearTileDepth = 64;   // in_features of a line of a box
 constexpr int kLinearRowsBlocks = 8;  // lines of a row that a stage of the kernel of few tokens holds
-// At most 16 tokens, in_features a multiple of 64; tile_rows (of the weight) 8, 16, 24 or 32, with silu_mul 16 or 32. The
+// At most 16 tokens, in_features a multiple of 64; tile_rows (of the weight) 8, 16 or 32, with silu_mul not 8. The
 // map: [batch, in_features / 64, out_features, 64], boxes of [1, min(8, in_features / 64), tile_rows, 64].
 int choose_linear_rows(const LinearParams& p, int num_sms);
 cudaError_t launch_linear_rows(const LinearParams& p, const CUtensorMap& weight, int tile_rows, int num_sms,
