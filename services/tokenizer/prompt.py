@@ -90,6 +90,7 @@ class PromptBuilder:
             not self._templates
             or (
                 checkpoint.has_own_template
+                and "default" in self._templates
                 and (
                     bool(chat_format)
                     or writes_as(self.chat_format, self._templates["default"], vocabulary.control, self._special_tokens)
@@ -112,8 +113,8 @@ class PromptBuilder:
             chat_format.render(conversation, out)
             segments, in_one_go = out.segments(), False
             start = self._start(segments, conversation)
-            if start is Start.UNDECIDED and chat_format.thinking is Thinking.SWITCH and not conversation.thinking:
-                start = Start.CONTENT_CONTINUED
+            if start is Start.UNDECIDED:
+                start = chat_format.start(conversation)
         else:
             template = self._template_for(request.chat_template, conversation)
             segments, in_one_go = self._render_template(template, conversation, time_unix_s)

@@ -187,7 +187,7 @@ def test_control_tokens_in_a_callers_text_are_text(format_name: str) -> None:
 @pytest.mark.parametrize(
     ("format_name", "fields", "start"),
     [
-        ("deepseek-v2", {}, Start.UNDECIDED),
+        ("deepseek-v2", {}, Start.CONTENT),
         ("deepseek-v3", {}, Start.UNDECIDED),
         ("deepseek-r1", {}, Start.REASONING),
         ("deepseek-r1-0528", {}, Start.UNDECIDED),
@@ -221,6 +221,16 @@ def test_where_the_answer_begins_is_read_from_the_prompts_end(
 def test_after_results_no_reasoning_is_read_where_thinking_is_off(format_name: str) -> None:
     messages = conversation()[:-1]
     assert render(format_name, messages).start in (Start.CONTENT, Start.CONTENT_CONTINUED)
+
+
+def test_the_blank_that_v2_writes_after_the_colon_is_not_content() -> None:
+    question = [{"role": "user", "content": "U"}]
+    prompt = render("deepseek-v2", question)
+    assert prompt.text.endswith("Assistant:")
+    read = read_pieces(syntax_of("deepseek-v2"), prompt.start, [" Once", " upon"])
+    assert read.content == "Once upon"
+    again = render("deepseek-v2", [*question, {"role": "assistant", "content": read.content}, *question])
+    assert "Assistant: Once upon<" in again.text
 
 
 ANSWER = {"role": "assistant", "content": "Once upon"}

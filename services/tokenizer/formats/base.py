@@ -15,6 +15,7 @@ from ..control_tokens import ControlTokens, Segment
 from ..conversation import Conversation
 from .events import CallSyntax
 from .marks import Marks
+from .reasoning import Start
 
 
 class Thinking(Enum):
@@ -90,6 +91,10 @@ class ChatFormat(ABC):
     @abstractmethod
     def calls(self, marks: Marks) -> CallSyntax | None:
         """How calls are read from the model's text."""
+
+    def start(self, chat: Conversation) -> Start:
+        """Where the answer begins, where no think tag at the prompt's end tells."""
+        return Start.CONTENT_CONTINUED if self.thinking is Thinking.SWITCH and not chat.thinking else Start.UNDECIDED
 
     @abstractmethod
     def render(self, chat: Conversation, out: PromptWriter) -> None:

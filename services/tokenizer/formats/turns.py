@@ -40,6 +40,7 @@ from .marks import (
     USER,
     Marks,
 )
+from .reasoning import Start
 
 
 def _block_calls(marks: Marks) -> BlockCalls:
@@ -56,6 +57,9 @@ class PlainTurns(ChatFormat):
 
     def calls(self, marks: Marks) -> None:
         return None
+
+    def start(self, chat: Conversation) -> Start:
+        return Start.CONTENT  # the blank after the colon is the model's, and belongs to the format
 
     def render(self, chat: Conversation, out: PromptWriter) -> None:
         if chat.tools:
