@@ -53,12 +53,12 @@ def choose_tiling(
         if not large and not deep:
             return Tiling(num_tokens, 0)
     small = out_features <= SMALL_OUT_FEATURES
-    if num_tokens <= 64 or (small and not deterministic):
+    if num_tokens <= 64 or (small and num_tokens <= 512 and not deterministic):
         per_tile = num_tokens // 4 if small and batch == 1 and not deterministic else num_tokens
         tile_tokens = 16 if per_tile <= 16 else 32 if per_tile <= 32 else 64
         tile_rows = 64
     else:
-        tile_tokens = 128 if num_tokens < 512 else 256
+        tile_tokens = 128 if num_tokens < 512 or small else 256
         tile_rows = 128
     if deterministic:
         return Tiling(tile_tokens, tile_rows)
@@ -295,10 +295,7 @@ def _per_head(
             return out.copy_(torch.einsum("thi,hio->tho", x.float(), weight.float()))
         library = load()
     heads, in_features, out_features = weight.shape
-    if tiling is None and (deterministic or x.shape[0] <= MAX_TOKENS_SMALL):
-        tiling = choose_tiling(x.shape[0], out_features, in_features, heads, deterministic=deterministic)
     if tiling is None:
-        torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
-    else:
-        _launch(library, x.transpose(0, 1), weight.transpose(1, 2), out.transpose(0, 1), tiling)
+        tiling = choose_tiling(x.shape[0], out_features, in_features, heads, deterministic=deterministic)
+    _launch(library, x.transpose(0, 1), weight.transpose(1, 2), out.transpose(0, 1), tiling)
     return out
