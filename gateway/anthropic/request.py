@@ -15,7 +15,6 @@ from .schema import Block, CountTokensBody, MessagesBody, MessageTool, MessageTu
 
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "container": (),
-    "context_management": (),
     "diagnostics": (),
     "inference_geo": (),
     "mcp_servers": ([],),

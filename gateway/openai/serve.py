@@ -159,7 +159,7 @@ async def _join(exchange: Exchange, pieces: list[Piece], answer: Answer) -> byte
     events: list[bytes] = []
     try:
         events.extend(answer.chunks(piece) for piece in pieces)
-    except RorqualError:
+    except Exception:
         await exchange.write(b"".join(events))
         raise
     return b"".join(events)

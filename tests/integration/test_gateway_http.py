@@ -94,6 +94,17 @@ async def test_a_client_that_sends_too_much_still_reads_the_answer(http: Running
     assert (await http.client.post("/v1/chat/completions", json=CHAT)).status_code == 200
 
 
+async def test_a_body_that_does_not_come_is_a_408(http: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.asgi.BODY_TIMEOUT_S", 0.1)
+    reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+    writer.write(b'POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"prompt"')
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+    assert head.startswith(b"HTTP/1.1 408 ")
+    body = json.loads(await asyncio.wait_for(reader.readuntil(b"}}"), 5))
+    assert body["error"]["type"] == "timeout_error"
+    writer.close()
+
+
 async def test_paths_and_methods(http: RunningGateway) -> None:
     assert check_error(await http.client.get("/nothing"), 404)["code"] == "unknown_url"
     response = await http.client.get("/v1/chat/completions")

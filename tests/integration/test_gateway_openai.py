@@ -447,6 +447,21 @@ async def test_an_error_in_the_middle_is_an_event_then_the_end(
     assert whole.status_code == 500
 
 
+async def test_what_came_before_a_fault_of_ours_is_sent_and_then_the_error(
+    http: RunningGateway, tokenizer: ScriptedTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr("gateway.openai.chat.stop_reason", fail)
+    tokenizer.script = lambda request: Script(say("a").steps, together=True)
+    response = await http.client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+    *chunks, last = sse_events(response.text)
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "a"
+    assert last["error"]["code"] == "internal_error"
+    assert "secret" not in response.text
+
+
 async def test_many_requests_share_one_session(http: RunningGateway, tokenizer: ScriptedTokenizer) -> None:
     def script(request: Any) -> Script:
         return say(*request.messages[0].content)

@@ -104,6 +104,8 @@ def nested(depth: int) -> dict[str, Any]:
         (with_field(prompt_logprobs=21), "prompt_logprobs"),
         (with_field(prompt_logprobs=1, stream=True), "prompt_logprobs"),
         (with_field(metadata={"a": 1}), "metadata"),
+        (with_field(messages=MESSAGES * 16_385), "messages"),
+        (with_field(tools=[{"type": "function", "function": {"name": "f"}}] * 1025), "tools"),
         (with_field(stream=True, stream_options={"include_obfuscation": True}), "stream_options.include_obfuscation"),
         (with_field(tools=[{"type": "function", "function": {"name": "f", "parameters": nested(65)}}]),
          "tools[0].function.parameters"),
