@@ -211,9 +211,12 @@ class Gateway:
             if route.needs_key and self._keys:
                 exchange.tenant_salt = self._keys.tenant_salt(exchange.headers)
             await route.handler(self.context, exchange)
-        except CancelledRequestError:
-            pass  # nobody is there to be told
         except (RorqualError, HttpError) as error:
+            # The request's inbox holds the error, and the frames of its traceback the inbox: without the cut this is
+            # a cycle, and those are looked for seldom.
+            error.__traceback__ = None
+            if isinstance(error, CancelledRequestError):
+                return  # nobody is there to be told
             if isinstance(error, InternalError):
                 _log.error("request %s failed: %s", exchange.request_id, error)
             await exchange.fail(failure_of(error))

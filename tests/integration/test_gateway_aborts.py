@@ -38,19 +38,25 @@ def scheduler(stack: Any) -> Iterator[Any]:
         yield generation_pb2_grpc.GenerationServiceStub(channel)
 
 
+@pytest.fixture(scope="module")
+def http(stack: Any) -> Iterator[httpx.Client]:
+    """Leaving a stream of its before the end closes the connection."""
+    with httpx.Client(base_url=stack.url, timeout=30) as client:
+        yield client
+
+
 def all_free(scheduler: Any) -> bool:
     info = scheduler.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=5)
     return bool(info.num_running == info.num_waiting == 0 and info.num_free_blocks == info.num_total_blocks > 0)
 
 
-def leave(stack: Any, path: str, body: dict[str, Any], *, after_events: int | None) -> None:
+def leave(http: httpx.Client, path: str, body: dict[str, Any], *, after_events: int | None) -> None:
     """Ask, and close the connection after so many events; None: without a stream, while the answer is waited for."""
     if after_events is None:
         with contextlib.suppress(httpx.ReadTimeout):
-            httpx.post(f"{stack.url}{path}", json=body, timeout=httpx.Timeout(10, read=0.1))
-            pytest.fail("the answer was whole before the client left")
+            http.post(path, json=body, timeout=httpx.Timeout(10, read=0.1))
         return
-    with httpx.stream("POST", f"{stack.url}{path}", json={**body, "stream": True}, timeout=30) as response:
+    with http.stream("POST", path, json={**body, "stream": True}) as response:
         assert response.status_code == 200
         events = (line for line in response.iter_lines() if line.startswith("data: "))
         for _ in range(after_events):
@@ -60,17 +66,17 @@ def leave(stack: Any, path: str, body: dict[str, Any], *, after_events: int | No
 @pytest.mark.parametrize("after_events", [None, 0, 1, 5])
 @pytest.mark.parametrize("path", BODIES)
 def test_everything_is_free_again(
-    stack: Any, scheduler: Any, wait_until: WaitUntil, path: str, after_events: int | None
+    http: httpx.Client, scheduler: Any, wait_until: WaitUntil, path: str, after_events: int | None
 ) -> None:
     several = {"n": 4} if path in ("/v1/chat/completions", "/v1/completions") else {}
-    leave(stack, path, {**BODIES[path], **several}, after_events=after_events)
+    leave(http, path, {**BODIES[path], **several}, after_events=after_events)
     wait_until(lambda: all_free(scheduler), "free == total after the client went away", 10)
 
 
-def test_a_client_that_leaves_the_queue(stack: Any, scheduler: Any, wait_until: WaitUntil) -> None:
+def test_a_client_that_leaves_the_queue(http: httpx.Client, scheduler: Any, wait_until: WaitUntil) -> None:
     """More requests than run at once: some of them have no block yet when all leave."""
     asking = [
-        threading.Thread(target=leave, args=(stack, "/v1/completions", {**BODY, "n": 32}), kwargs={"after_events": 1})
+        threading.Thread(target=leave, args=(http, "/v1/completions", {**BODY, "n": 32}), kwargs={"after_events": 1})
         for _ in range(4)
     ]
     for thread in asking:
@@ -85,18 +91,19 @@ def resident_bytes(stack: Any) -> dict[str, int]:
     return {name: psutil.Process(pid).memory_info().rss for name, pid in stack.pids.items()}
 
 
-def test_many_in_a_row(stack: Any, scheduler: Any, wait_until: WaitUntil) -> None:
+@pytest.mark.timeout(900 if LONG else 180)
+def test_many_in_a_row(stack: Any, http: httpx.Client, scheduler: Any, wait_until: WaitUntil) -> None:
     for number in range(NUM_WARM_UP):
-        leave(stack, "/v1/completions", BODY, after_events=number % 3)
+        leave(http, "/v1/completions", BODY, after_events=number % 3)
     wait_until(lambda: all_free(scheduler), "free == total after the warm-up", 20)
     pids, before = dict(stack.pids), resident_bytes(stack)
     paths = list(BODIES)
     for number in range(NUM_ABORTS):
         path = paths[number % len(paths)]
-        leave(stack, path, BODIES[path], after_events=number % 3)
+        leave(http, path, BODIES[path], after_events=number % 3)
     wait_until(lambda: all_free(scheduler), "free == total after all aborts", 20)
     assert stack.pids == pids  # nothing was started again
-    answer = httpx.post(f"{stack.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=30)
+    answer = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
     assert answer.status_code == 200
     if LONG:
         after = resident_bytes(stack)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -88,6 +89,32 @@ async def test_the_cancel_reaches_the_tokenizer(
     assert not http.gateway.context.running
     tokenizer.script = lambda request: say("on")
     assert (await http.client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_was_abandoned_is_freed_without_a_search_for_cycles(
+    http: RunningGateway, tokenizer: ScriptedTokenizer, stream: bool
+) -> None:
+    """The gateway looks for cycles seldom: what each abort leaves to that search would fill the memory meanwhile."""
+
+    def num_inboxes() -> int:
+        return sum(isinstance(thing, inbox_module.Inbox) for thing in gc.get_objects())
+
+    tokenizer.script = held_after(1)
+    gc.collect()
+    gc.disable()
+    try:
+        _, writer = await send(http, post("/v1/chat/completions", {**CHAT, "stream": stream}))
+        await tokenizer.request_seen.wait()
+        async with asyncio.timeout(WAIT_S):
+            while num_inboxes() != 1:
+                await asyncio.sleep(0.01)
+            writer.close()
+            await cancelled(tokenizer)
+            while num_inboxes() != 0:
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
 
 
 async def test_all_prompts_and_choices_are_cancelled(http: RunningGateway, tokenizer: ScriptedTokenizer) -> None:

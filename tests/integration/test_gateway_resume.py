@@ -152,7 +152,7 @@ async def test_a_replica_that_never_comes_back_ends_the_stream_with_its_cause() 
     async with scripted_tokenizer() as tokenizer, running_gateway(tokenizer.address, peer_timeout_s=1.1) as http:
         for stream in (True, False):
             tokenizer.script = gated = Gated(4)
-            breaking = asyncio.create_task(break_when(gated, tokenizer.stop))
+            breaking = asyncio.create_task(break_when(gated, tokenizer.stop, tokenizer))
             response = await http.client.post("/v1/chat/completions", json={**CHAT, "stream": stream})
             await breaking
             if stream:
