@@ -45,18 +45,24 @@ struct Tile {
   static constexpr int kTurned = 1;        // + warpgroup: the named barrier around its turning
 };
 
-// The columns that a tile of so many tokens computes.
+// The columns that a tile of so many tokens computes, and room for; pairs are for many tokens, and cut finer there.
+template <bool kFine>
 __host__ __device__ constexpr int tile_columns(int tokens) {
-  return tokens <= 16 ? (tokens + 7) / 8 * 8 : (tokens + 31) / 32 * 32;
+  if (kFine) return tokens <= 64 ? 64 : tokens <= 128 ? 128 : (tokens + 15) / 16 * 16;
+  return tokens <= 16 ? (tokens + 7) / 8 * 8 : tokens <= 128 ? (tokens + 31) / 32 * 32 : (tokens + 63) / 64 * 64;
 }
 
 constexpr int kMaxFewChoices = kExpertsFewChoices, kMaxExperts = 512;
 
+// Whether the CTA is alone or one of a pair that takes neighbouring weight tiles of one group and shares its tokens.
+enum class Cta { kAlone = 1, kPaired = 2 };
+
 struct Layout {  // of shared memory: stages, what the warpgroups turn, barriers
   int stage_bytes, turn_bytes, stages, total;
-  __host__ __device__ explicit Layout(int group_tokens) {
-    const int columns = tile_columns(group_tokens);
-    stage_bytes = Tile::kWeightBytes + columns * Tile::kRowBytes;
+  __host__ __device__ Layout(int group_tokens, int box_rows, Cta cta) {
+    const int columns = cta == Cta::kAlone ? tile_columns<false>(group_tokens) : tile_columns<true>(group_tokens);
+    const int boxes = (group_tokens + box_rows - 1) / box_rows * box_rows;  // rows that the last box may reach
+    stage_bytes = Tile::kWeightBytes + ((columns > boxes ? columns : boxes) + 7) / 8 * 8 * Tile::kRowBytes;
     turn_bytes = (columns < Tile::kTurnTokens ? columns : Tile::kTurnTokens) * Tile::kRowBytes;
     const int room = Tile::kSmemLimit - Tile::kAlign - Tile::kBarrierBytes - 2 * turn_bytes;
     stages = room / stage_bytes < Tile::kMaxStages ? room / stage_bytes : Tile::kMaxStages;
@@ -135,9 +141,6 @@ __device__ __forceinline__ void store_turned(uint32_t addr, const uint32_t (&m)[
 }
 
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
-
-// Whether the CTA is alone or one of a pair that takes neighbouring weight tiles of one group and shares its tokens.
-enum class Cta { kAlone = 1, kPaired = 2 };
 
 // One warp makes the plan of few choices. A choice's row is how many come before it, by expert and then in order; a group
 // begins with every group_tokens-th choice of an expert.
@@ -385,7 +388,7 @@ __device__ __forceinline__ void compute_tile(const ExpertsProductParams& p, cons
         store_turned(turn_addr + place(token, 2 * warp + lane / 8 % 2), pairs);
       }
     } else {
-      constexpr int kAtOnce = kBlocks % 4 == 0 ? 4 : kBlocks;
+      constexpr int kAtOnce = kBlocks % 4 == 0 ? 4 : kBlocks % 2 == 0 ? 2 : 1;
 #pragma unroll
       for (int j = 0; j < kBlocks; j += kAtOnce) {
         uint32_t pairs[kAtOnce];
@@ -419,17 +422,30 @@ __device__ __forceinline__ void compute(const ExpertsProductParams& p, const Sme
     const auto with = [&](auto tokens) {
       compute_tile<kDown, kCta, decltype(tokens)::value>(p, smem, stage, work, half);
     };
-    switch (tile_columns(work.group.z)) {
-      case 8: with(std::integral_constant<int, 8>{}); break;
-      case 16: with(std::integral_constant<int, 16>{}); break;
-      case 32: with(std::integral_constant<int, 32>{}); break;
-      case 64: with(std::integral_constant<int, 64>{}); break;
-      case 96: with(std::integral_constant<int, 96>{}); break;
-      case 128: with(std::integral_constant<int, 128>{}); break;
-      case 160: with(std::integral_constant<int, 160>{}); break;
-      case 192: with(std::integral_constant<int, 192>{}); break;
-      case 224: with(std::integral_constant<int, 224>{}); break;
-      default: with(std::integral_constant<int, 256>{});
+    if constexpr (kCta == Cta::kAlone) {
+      switch (tile_columns<false>(work.group.z)) {
+        case 8: with(std::integral_constant<int, 8>{}); break;
+        case 16: with(std::integral_constant<int, 16>{}); break;
+        case 32: with(std::integral_constant<int, 32>{}); break;
+        case 64: with(std::integral_constant<int, 64>{}); break;
+        case 96: with(std::integral_constant<int, 96>{}); break;
+        case 128: with(std::integral_constant<int, 128>{}); break;
+        case 192: with(std::integral_constant<int, 192>{}); break;
+        default: with(std::integral_constant<int, 256>{});
+      }
+    } else {
+      switch (tile_columns<true>(work.group.z)) {
+        case 64: with(std::integral_constant<int, 64>{}); break;
+        case 128: with(std::integral_constant<int, 128>{}); break;
+        case 144: with(std::integral_constant<int, 144>{}); break;
+        case 160: with(std::integral_constant<int, 160>{}); break;
+        case 176: with(std::integral_constant<int, 176>{}); break;
+        case 192: with(std::integral_constant<int, 192>{}); break;
+        case 208: with(std::integral_constant<int, 208>{}); break;
+        case 224: with(std::integral_constant<int, 224>{}); break;
+        case 240: with(std::integral_constant<int, 240>{}); break;
+        default: with(std::integral_constant<int, 256>{});
+      }
     }
   }
 }
@@ -439,7 +455,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     experts_product_kernel(const __grid_constant__ ExpertsProductParams p) {
   extern __shared__ char smem_raw[];
   __shared__ FewChoices few;
-  const Layout layout(p.group_tokens);
+  const Layout layout(p.group_tokens, p.box_rows, kCta);
   Smem smem;
   smem.stages = smem_raw + (Tile::kAlign - smem_addr(smem_raw) % Tile::kAlign) % Tile::kAlign;
   smem.turn = smem.stages + layout.stages * layout.stage_bytes;
@@ -486,7 +502,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 
 template <bool kDown>
 cudaError_t launch(const ExpertsProductParams& p, int num_ctas, bool paired, cudaStream_t stream) {
-  const int smem_bytes = Layout(p.group_tokens).total;
+  const int smem_bytes = Layout(p.group_tokens, p.box_rows, paired ? Cta::kPaired : Cta::kAlone).total;
   if (paired) {
     return launch_kernel(experts_product_kernel<kDown, Cta::kPaired>, dim3((num_ctas + 1) / 2 * 2), Tile::kThreads, stream,
                          {.smem_bytes = smem_bytes, .overlaps = true, .cluster = 2}, p);

@@ -119,7 +119,7 @@ def test_products(layer: Layer, library: KernelLibrary, generator: torch.Generat
         assert torch.equal(starts[1:] - starts[:-1], counts.to(torch.int32))
 
 
-@pytest.mark.parametrize("group_tokens", [8, 24, 64, 128, 256])
+@pytest.mark.parametrize("group_tokens", [8, 24, 64, 128, 200, 256])
 def test_any_group(layer: Layer, library: KernelLibrary, generator: torch.Generator, group_tokens: int) -> None:
     if layer.name == "v3":
         pytest.skip("the same code")
@@ -268,7 +268,7 @@ def test_shared_experts_are_chosen_by_all(
     assert (more_weights[:, 6:] == 1.0).all()
 
 
-@pytest.mark.parametrize("group_tokens", [64, 128, 256])
+@pytest.mark.parametrize("group_tokens", [64, 128, 152, 256])
 @pytest.mark.parametrize("num_tokens", [1, 65, 700, 2048])
 def test_pairs_share_tokens(
     layer: Layer, library: KernelLibrary, generator: torch.Generator, num_tokens: int, group_tokens: int
