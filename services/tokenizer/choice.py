@@ -126,6 +126,8 @@ class ChoiceMachine:
                 self.end = End(by_calls=True)
         if self.end is not None and consumed:
             _add_events(pieces, self.flush())
+        if max_calls is not None and self.num_calls > max_calls:
+            _drop_calls(pieces, max_calls)
         return Output(consumed, pieces, self.end)
 
     def flush(self) -> list[Event]:
@@ -166,6 +168,14 @@ def _add_events(pieces: list[Piece], events: Iterable[Event]) -> None:
             last = Piece(event.kind, call_idx=event.call_idx, call_id=event.call_id)
             pieces.append(last)
         last.parts.append(event.text)
+
+
+def _drop_calls(pieces: list[Piece], max_calls: int) -> None:
+    """Forget calls beyond the last one that is wanted: the token that ended that one began another."""
+    for piece in pieces:
+        if piece.kind in (Kind.CALL, Kind.ARGUMENTS) and piece.call_idx >= max_calls:
+            piece.kind = None
+            piece.parts.clear()
 
 
 def pieces_of(events: Iterable[Event]) -> list[Piece]:

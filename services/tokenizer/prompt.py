@@ -86,18 +86,21 @@ class PromptBuilder:
             ) from error
         self.chat_format = FORMATS[chat_format] if chat_format else find_format(checkpoint, vocabulary.control.ids)
         """None: the checkpoint's is not known, and no calls can be read."""
-        self._renders_itself = self.chat_format is not None and (
-            not self._templates
-            or (
-                checkpoint.has_own_template
-                and "default" in self._templates
-                and (
-                    bool(chat_format)
-                    or writes_as(self.chat_format, self._templates["default"], vocabulary.control, self._special_tokens)
-                )
-            )
+        self._renders_itself = self.chat_format is not None and self._format_is_right(
+            self.chat_format, checkpoint.has_own_template, named=bool(chat_format)
         )
-        """The format's own rendering is used: where the checkpoint's template writes something else, that is right."""
+        """The prompt is the format's own rendering, not a template's."""
+
+    def _format_is_right(self, chat_format: ChatFormat, has_own_template: bool, *, named: bool) -> bool:
+        """Whether the format says what the checkpoint's template says, or there is no better witness."""
+        if not self._templates:
+            return True
+        if not has_own_template:  # a template that was given by hand is meant
+            return False
+        template = self._templates.get("default")
+        return named or (
+            template is not None and writes_as(chat_format, template, self._vocabulary.control, self._special_tokens)
+        )
 
     def chat(self, request: text_pb2.ChatRequest, *, time_unix_s: int) -> Prompt:
         """The prompt of a chat: `render`, then `encode`."""

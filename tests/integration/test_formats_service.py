@@ -212,10 +212,11 @@ async def test_calls_one_at_a_time(format_name: str) -> None:
     assert heard.usage.num_generated_tokens == finished_at == len(heard.token_ids[0]) < len(tiny().encode(answer))
 
 
-async def test_an_answer_that_ends_inside_a_call() -> None:
-    answer = "ok" + block("deepseek-v4", [("get_weather", {"city": "Paris"})])
+@pytest.mark.parametrize("format_name", ["deepseek-v3", "deepseek-v3.1", "deepseek-v4"])
+async def test_an_answer_that_ends_inside_a_call(format_name: str) -> None:
+    answer = "ok" + block(format_name, [("get_weather", {"city": "Paris"})])
     ids = tiny().encode(answer)
-    async with serve("deepseek-v4", answer) as stack:
+    async with serve(format_name, answer) as stack:
         for max_tokens in range(1, len(ids)):
             heard = await hear(stack.stub.Chat(ask(max_tokens=max_tokens)))
             assert heard.finished[0].reason == common_pb2.FINISH_REASON_LENGTH

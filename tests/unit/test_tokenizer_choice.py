@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from services.tokenizer.formats.events import Event, Kind
 from services.tokenizer.formats.output import OutputSyntax
 from services.tokenizer.formats.reasoning import Start
 from services.tokenizer.stop_strings import compile_stop_strings
+from tests.support.answers import Answer, rules_of
 from tests.support.vocabularies import v4
 
 EOS = 1
@@ -138,6 +140,63 @@ def test_any_chunking_and_any_resume_give_the_same(
     assert resumed.end == reference[3]
     assert resumed.num_reasoning_tokens == chunked.num_reasoning_tokens
     assert resumed.flush() == chunked.flush() if reference[3] is None else True
+
+
+FORCED = {
+    "deepseek-v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n",
+    "deepseek-v4": '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="',
+}
+CALL_PIECES = {
+    "deepseek-v3": [
+        "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "function", "<｜tool▁sep｜>", "f", "\n```json\n", "{}", "\n```",
+        "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "😀", "</think>", "a", "\n", "<｜end▁of▁sentence｜>",
+    ],
+    "deepseek-v4": [
+        "\n\n<｜DSML｜tool_calls>\n", '<｜DSML｜invoke name="', "f", '">\n', '<｜DSML｜parameter name="a" string="true">',
+        '<｜DSML｜parameter name="b" string="false">', "1", "</｜DSML｜parameter>\n", "</｜DSML｜invoke>\n", "<", "｜DSML｜",
+        "</｜DSML｜tool_calls>", "😀", "</think>", "a", "\n", "<｜end▁of▁sentence｜>",
+    ],
+}  # fmt: skip
+
+
+@given(st.sampled_from(list(FORCED)), st.booleans(), st.sampled_from([None, 1]), st.data())
+@settings(max_examples=300, deadline=None)
+def test_any_chunking_and_any_resume_of_calls_give_the_same(
+    format_name: str, forced: bool, max_calls: int | None, data: st.DataObject
+) -> None:
+    pieces = data.draw(st.lists(st.sampled_from(CALL_PIECES[format_name]), min_size=1, max_size=14))
+    token_ids = v4().encode("".join(pieces))
+    start = Start.CONTENT if forced else data.draw(st.sampled_from(list(Start)))
+    stops = data.draw(st.lists(st.sampled_from(["a", "{}", "😀", "\n", ">"]), max_size=1))
+    rules = replace(
+        rules_of(format_name, start),
+        stop_strings=compile_stop_strings(stops, include_in_output=False) if stops else None,
+        max_tokens=data.draw(st.one_of(st.none(), st.integers(1, 30))),
+        max_calls=max_calls,
+        forced_ids=tuple(v4().encode(FORCED[format_name])) if forced else (),
+    )
+    whole = ChoiceMachine(rules)
+    reference = Answer().add(whole.push(token_ids).pieces)
+    for cut in range(whole.num_tokens + 1):
+        before = ChoiceMachine(rules)
+        answer = Answer()
+        for token_id in token_ids[:cut]:
+            answer.add(before.push([token_id]).pieces)
+        after = ChoiceMachine(rules)
+        after.push(token_ids[:cut])
+        answer.add(after.push(token_ids[cut:]).pieces)
+        assert answer == reference
+        assert (after.end, after.num_tokens) == (whole.end, whole.num_tokens)
+        assert (after.num_calls, after.num_reasoning_tokens) == (whole.num_calls, whole.num_reasoning_tokens)
+    assert max_calls is None or len(reference.calls) <= max_calls
+
+
+def test_the_token_that_ends_the_last_call_may_begin_no_other() -> None:
+    text = '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜invoke name="g">\n'
+    machine = ChoiceMachine(replace(rules_of("deepseek-v4", Start.CONTENT), max_calls=1))
+    answer = Answer().add(machine.push(v4().encode(text)).pieces)
+    assert machine.end == End(by_calls=True)
+    assert answer.plain == ("", "", [("f", "{}")])
 
 
 @given(TOKENS)
