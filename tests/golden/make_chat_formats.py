@@ -111,6 +111,8 @@ def chat_cases(*, results_by_order: bool = True) -> Iterator[tuple[str, Case]]:
         parallel = PARALLEL if results_by_order else [*PARALLEL[:3], PARALLEL[4], PARALLEL[3]]
         yield "parallel calls" + switch, {"messages": parallel, "tools": [WEATHER, CLOCK], "thinking": thinking}
         yield "call without tools" + switch, {"messages": ROUND_TRIP, "thinking": thinking}
+    late = [user("a"), user("b"), system("S"), user("c")]
+    yield "late system", {"messages": late, "tools": [WEATHER], "thinking": False}
     reminder = {"role": "latest_reminder", "content": "now"}
     if results_by_order:
         yield "reminder", {"messages": [user("a"), reminder], "thinking": True}
@@ -136,12 +138,12 @@ def module(path: Path) -> Any:
 
 
 def hung(case: Case) -> list[dict[str, Any]]:
-    """The messages, with the tools on the first system message, as engines put them there."""
+    """The messages, with the tools on a system message at the front, as engines put them there."""
     messages = copy.deepcopy(case["messages"])
     if case.get("tools"):
-        if all(message["role"] != "system" for message in messages):
+        if messages[0]["role"] != "system":
             messages.insert(0, system(""))
-        next(m for m in messages if m["role"] == "system")["tools"] = case["tools"]
+        messages[0]["tools"] = case["tools"]
     return messages
 
 

@@ -161,27 +161,22 @@ def _last_user(messages: Sequence[Mapping[str, Any]]) -> int:
     return max((index for index, message in enumerate(messages) if message["role"] == "user"), default=-1)
 
 
-def _as_system(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A developer's messages are the system's: the encoders' own role of that name is meant for search alone."""
-    return [
-        {**message, "role": "system" if message["role"] == "developer" else message["role"]} for message in messages
-    ]
+def _hung(chat: Conversation, *, system_first: bool = False) -> list[dict[str, Any]]:
+    """The messages as the encoders take them: tools hang on a system message at the front, an empty one if need be.
 
-
-def _with_system(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], int]:
-    """The messages with at least one system message, for the tools to hang on; and the index of the first."""
-    out = _as_system(messages)
-    for index, message in enumerate(out):
-        if message["role"] == "system":
-            return out, index
-    return [{"role": "system", "content": ""}, *out], 0
-
-
-def _joined_system(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with all system texts in one message at the front."""
-    texts = [content_of(message) for message in messages if message["role"] == "system"]
-    others = [dict(message) for message in messages if message["role"] != "system"]
-    return [{"role": "system", "content": "\n\n".join(texts)}, *others] if texts else others
+    A developer's messages are the system's: the encoders' own role of that name is meant for search alone.
+    `system_first`: all system texts are joined at the front.
+    """
+    messages = [{**m, "role": "system" if m["role"] == "developer" else m["role"]} for m in chat.messages]
+    system = [content_of(message) for message in messages if message["role"] == "system"]
+    if system_first and system:
+        others = (message for message in messages if message["role"] != "system")
+        messages = [{"role": "system", "content": "\n\n".join(system)}, *others]
+    if chat.tools:
+        if messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": ""})
+        messages[0]["has_tools"] = True
+    return messages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +189,7 @@ class V32(_DsmlFormat):
 
     def render(self, chat: Conversation, out: PromptWriter) -> None:
         thinks = bool(chat.thinking)
-        messages, tools_at = _with_system(chat.messages) if chat.tools else (_as_system(chat.messages), -1)
+        messages = _hung(chat)
         shift = len(messages) - len(chat.messages)
         last_user, last = _last_user(messages), len(messages) - 1
         results_due = results = 0  # of the calls that come last
@@ -205,7 +200,7 @@ class V32(_DsmlFormat):
                 results_due = results = 0
             if role == "system":
                 out.text(content)
-                if index == tools_at:
+                if "has_tools" in message:
                     out.text("\n\n")
                     self._write_tools(chat, out)
             elif role == "user":
@@ -261,10 +256,7 @@ class V4(_DsmlFormat):
     def render(self, chat: Conversation, out: PromptWriter) -> None:
         thinks = bool(chat.thinking)
         keep = bool(chat.tools) or chat.variables.get("drop_thinking") is False
-        messages, tools_at = _with_system(chat.messages) if chat.tools else (_as_system(chat.messages), -1)
-        if self.system_first:
-            messages, tools_at = _joined_system(messages), min(tools_at, 0)
-        turns = _merged(messages)
+        turns = _merged(_hung(chat, system_first=self.system_first))
         last_user, last = _last_user(turns), len(turns) - 1
         task = self._task(chat, last_user)
 
@@ -288,7 +280,7 @@ class V4(_DsmlFormat):
                 if self.system_mark:
                     out.mark(self.system_mark)
                 out.text(f"{effort if index == 0 else ''}{content}")
-                if index == tools_at:
+                if "has_tools" in turn:
                     out.text("\n\n")
                     self._write_tools(chat, out)
             elif role == "assistant":
