@@ -12,6 +12,8 @@ import pytest
 from services.tokenizer.choice import ChoiceMachine
 from services.tokenizer.formats import FORMATS
 from services.tokenizer.formats.base import Thinking
+from services.tokenizer.formats.marks import Marks
+from services.tokenizer.formats.output import OutputSyntax
 from services.tokenizer.formats.reasoning import Start
 from tests.support.answers import EOS, Answer, read_pieces, read_tokens, rules_of, stream_text, syntax_of
 from tests.support.vocabularies import vocabulary_of
@@ -287,6 +289,21 @@ def test_an_answer_that_stops_anywhere_invents_nothing(format_name: str) -> None
         else:
             assert answer.content.startswith("ok"[:cut])
         assert not any("\ud800" <= char <= "\udfff" for char in answer.content)
+
+
+@pytest.mark.parametrize("format_name", WITH_CALLS)
+def test_a_vocabulary_that_has_no_tokens_for_the_marks_spells_them(format_name: str) -> None:
+    marks = Marks({})
+    syntax = OutputSyntax(marks, FORMATS[format_name].calls(marks))
+    calls = [("f", {"s": "<x", "n": [1]}), ("g", {})]
+    text = "<think>Hm <</think>\n\nok <" + block(format_name, calls) + "\n"
+    expected = read_pieces(syntax, Start.UNDECIDED, [text])
+    assert expected.plain == ("Hm <", "ok <", expected_calls(calls))
+    assert read_pieces(syntax, Start.UNDECIDED, list(text)) == expected
+    for first in range(1, len(text)):
+        for size in (1, 5, 20):
+            pieces = [text[:first], text[first : first + size], text[first + size :]]
+            assert read_pieces(syntax, Start.UNDECIDED, pieces) == expected
 
 
 @pytest.mark.parametrize("format_name", WITH_CALLS)
