@@ -28,6 +28,11 @@ from .params import SamplingParams
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
+_TOOL_CHOICES = {
+    "none": text_pb2.TOOL_CHOICE_MODE_NONE,
+    "auto": text_pb2.TOOL_CHOICE_MODE_AUTO,
+    "required": text_pb2.TOOL_CHOICE_MODE_REQUIRED,
+}
 _FINISH_REASONS = {1: "stop", 2: "length", 3: "tool_calls", 4: "aborted", 5: "error"}
 _LOST = (grpc.StatusCode.UNAVAILABLE,)
 
@@ -75,14 +80,22 @@ class AsyncClient:
         *,
         model: str = "",
         tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        reasoning_effort: str = "",
         cache_salt: str = "",
         priority: int = 0,
         return_prompt_token_ids: bool = False,
     ) -> AsyncIterator[text_pb2.TextEvent]:
-        """The events of one chat, in OpenAI's message shape (role, content, tool_calls …)."""
+        """The events of one chat, in OpenAI's shapes of messages, tools and tool_choice."""
         request = chat_request(messages, tools, continue_final_message, chat_template_kwargs)
+        if (choice := _tool_choice(tool_choice)) is not None:
+            request.tool_choice.CopyFrom(choice)
+        if parallel_tool_calls is not None:
+            request.parallel_tool_calls = parallel_tool_calls
+        request.reasoning_effort = reasoning_effort
         request.options.CopyFrom(_options(params, model, cache_salt, priority, return_prompt_token_ids))
         return self._stream(self._stub.Chat, request)
 
@@ -336,6 +349,21 @@ def chat_request(
     if chat_template_kwargs:
         request.chat_template_kwargs_json = json.dumps(dict(chat_template_kwargs), ensure_ascii=False)
     return request
+
+
+def _tool_choice(choice: str | Mapping[str, Any] | None) -> text_pb2.ToolChoice | None:
+    """ "none", "auto", "required", or {"type": "function", "function": {"name": …}}."""
+    if choice is None:
+        return None
+    if isinstance(choice, str) and choice in _TOOL_CHOICES:
+        return text_pb2.ToolChoice(mode=_TOOL_CHOICES[choice])
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise InvalidRequestError(
+            f"tool_choice must be 'none', 'auto', 'required' or name a function, got {choice!r}", field="tool_choice"
+        )
+    return text_pb2.ToolChoice(function_name=name)
 
 
 def _options(

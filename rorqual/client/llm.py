@@ -87,8 +87,11 @@ class LLM:
         *,
         use_tqdm: bool = True,
         tools: Sequence[Message] = (),
+        tool_choice: str | Message | None = None,
+        parallel_tool_calls: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Message | None = None,
+        reasoning_effort: str = "",
     ) -> list[RequestOutput]:
         """Answer each conversation, a list of messages such as {"role": "user", "content": "Hello"}.
 
@@ -103,8 +106,11 @@ class LLM:
                 conversation,
                 one,
                 tools=tools,
+                tool_choice=tool_choice,
+                parallel_tool_calls=parallel_tool_calls,
                 continue_final_message=continue_final_message,
                 chat_template_kwargs=chat_template_kwargs,
+                reasoning_effort=reasoning_effort,
             )
 
         return self._run_all([partial(job, m, s) for m, s in zip(many, params, strict=True)], use_tqdm)

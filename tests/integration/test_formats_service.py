@@ -11,6 +11,8 @@ from typing import Any
 import openai
 import pytest
 
+from rorqual.client import AsyncClient
+from rorqual.core.errors import InvalidRequestError
 from rorqual.core.token_ids import unpack_token_ids
 from rorqual.rpc.channel import open_channel
 from rorqual.v1 import common_pb2, generation_pb2, text_pb2, text_pb2_grpc
@@ -351,6 +353,34 @@ async def test_openais_client_calls_tools_through_gateway_and_tokenizer() -> Non
             await client.chat.completions.create(
                 model=model, messages=[question], tools=tools, tool_choice="required", reasoning_effort="high"
             )
+
+
+async def test_the_python_client_calls_tools() -> None:
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
+    question = [{"role": "user", "content": "Weather?"}]
+    shape = FORMATS["deepseek-v3.1"].shape
+    assert shape is not None
+    made = block("deepseek-v3.1", [("get_weather", CITY), ("get_weather", {})])
+    async with serve("deepseek-v3.1", f"ok{made}") as stack, AsyncClient(f"127.0.0.1:{stack.port}") as client:
+        [choice] = (await client.chat(question, tools=tools)).outputs
+        assert (choice.text, choice.finish_reason) == ("ok", "tool_calls")
+        assert [json.loads(call.arguments) for call in choice.tool_calls] == [CITY, {}]
+        [choice] = (await client.chat(question, tools=tools, parallel_tool_calls=False)).outputs
+        assert [json.loads(call.arguments) for call in choice.tool_calls] == [CITY]
+        [choice] = (await client.chat(question, tools=tools, tool_choice="none")).outputs
+        assert not choice.tool_calls
+        says(stack, made.removeprefix(f"{shape.begin}get_weather{shape.after_name}"))
+        named: dict[str, Any] = {"type": "function", "function": {"name": "get_weather"}}
+        for demanded in ("required", named):
+            [choice] = (await client.chat(question, tools=tools, tool_choice=demanded)).outputs
+            assert choice.tool_calls[0].name == "get_weather"
+            assert json.loads(choice.tool_calls[0].arguments) == CITY
+        says(stack, "Hm.</think>4")
+        [choice] = (await client.chat(question, reasoning_effort="low")).outputs
+        assert (choice.reasoning, choice.text) == ("Hm.", "4")
+        for wrong in ("any", {}, {"function": {}}):
+            with pytest.raises(InvalidRequestError, match="tool_choice"):
+                await client.chat(question, tools=tools, tool_choice=wrong)
 
 
 async def test_interleaved_requests_never_exchange_what_they_hold_back() -> None:
