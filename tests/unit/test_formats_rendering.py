@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rorqual.core.config import CHAT_FORMATS
 from rorqual.core.token_ids import unpack_token_ids
@@ -58,6 +60,24 @@ def test_as_published(case: dict[str, Any]) -> None:
         return  # a tag that a caller spells is text, where one go would make it a control token
     # As if tokenized in one go: text is cut nowhere else than there.
     assert list(unpack_token_ids(prompt.packed_ids)) == vocabulary_of(case["format"]).encode(case["text"])
+
+
+TEXT = st.text("ab <>/\n\t写😀{}\"'`|_-:019.", max_size=40)
+
+
+@given(st.sampled_from(sorted(FORMATS)), st.lists(TEXT, min_size=5, max_size=5), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_ordinary_text_has_the_ids_of_tokenizing_in_one_go(name: str, texts: list[str], with_calls: bool) -> None:
+    system, question, answer, output, last = texts
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+    messages.append({"role": "assistant", "content": answer})
+    if with_calls and FORMATS[name].shape is not None:
+        arguments = json.dumps({output: answer, "n": [question]}, ensure_ascii=False)
+        messages[-1]["tool_calls"] = [{"id": "i", "function": {"name": "f", "arguments": arguments}}]
+        messages.append({"role": "tool", "tool_call_id": "i", "content": output})
+    messages.append({"role": "user", "content": last})
+    prompt = builder(name).chat(request_of({"messages": messages}), time_unix_s=0)
+    assert list(unpack_token_ids(prompt.packed_ids)) == vocabulary_of(name).encode(prompt.text)
 
 
 def test_every_format_has_golden_cases_and_a_name_in_the_settings() -> None:
