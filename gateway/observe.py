@@ -34,6 +34,7 @@ class Meters:
     def __init__(self, telemetry: Telemetry) -> None:
         self.requests = telemetry.metric("http_requests_total")
         self.in_flight = telemetry.metric("http_requests_in_flight")
+        self.slow_clients = telemetry.metric("slow_clients_total")
         self.disconnects = telemetry.metric("client_disconnects_total")
         self.duration = telemetry.metric("gen_ai_server_request_duration_seconds")
         self.first_token = telemetry.metric("gen_ai_server_time_to_first_token_seconds")

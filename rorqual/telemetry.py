@@ -77,6 +77,7 @@ METRICS: Mapping[str, MetricSpec] = {
             _TOKEN_TIME_BUCKETS_S,
         ),
         MetricSpec("client_disconnects_total", Counter, "requests cancelled because the client went away"),
+        MetricSpec("slow_clients_total", Counter, "streams ended because the client read too slowly"),
         # tokenizer
         MetricSpec("tokenizer_prompt_tokens_total", Counter, "prompt tokens encoded"),
         MetricSpec("tokenizer_output_tokens_total", Counter, "generated tokens decoded"),

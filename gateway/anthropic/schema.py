@@ -101,7 +101,7 @@ class MessagesBody(CountTokensBody, kw_only=True):
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     temperature: Unit | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Unit | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None

@@ -10,7 +10,7 @@ import msgspec
 from rorqual.core.errors import InvalidRequestError
 from rorqual.v1 import text_pb2
 
-from .fields import check_depth, invalid
+from .fields import check_depth, invalid, refuse
 from .schema import ChatBody, ContentPart, Message, TokenizeBody, ToolSpec
 
 PART_SEPARATOR = "\n"
@@ -79,7 +79,11 @@ def _messages(messages: Sequence[Message]) -> list[text_pb2.ChatMessage]:
 def _message(message: Message, here: str) -> text_pb2.ChatMessage:
     proto = text_pb2.ChatMessage(role=message.role)
     content = _content(message.content, f"{here}.content")
+    for name, hint in (("function_call", ": use tool_calls"), ("audio", "")):
+        if getattr(message, name) is not None:
+            raise refuse(f"{here}.{name}", f"{here}.{name} is not supported here{hint}")
     if message.role == "assistant":
+        content = content if content is not None else message.refusal
         reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
         if reasoning is not None:
             proto.reasoning_content = reasoning

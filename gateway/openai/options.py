@@ -12,7 +12,7 @@ def sampling_params(body: GenerationFields) -> common_pb2.SamplingParams:
     """Fields that the body leaves out stay unset: the model's generation_config decides them."""
     params = common_pb2.SamplingParams(
         temperature=body.temperature,
-        top_p=body.top_p,
+        top_p=body.top_p or None,
         min_p=body.min_p,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
@@ -23,6 +23,8 @@ def sampling_params(body: GenerationFields) -> common_pb2.SamplingParams:
     )
     if body.top_k is not None:
         params.top_k = max(0, body.top_k)
+    if body.top_p == 0:  # what is left where the nucleus shrinks to nothing
+        params.top_k = 1
     if body.seed is not None:
         params.seed = body.seed % 2**64  # a negative seed is its two's complement
     return params

@@ -37,7 +37,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Unit | None = None  # 0: the likeliest token alone
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1 and 0: off
     min_p: Unit | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
@@ -93,6 +93,9 @@ class Message(msgspec.Struct):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+    refusal: str | None = None  # of an assistant turn, in place of content
+    function_call: Any = None  # refused: what tool_calls replaced
+    audio: Any = None  # refused
     prefix: bool | None = None  # of a last assistant message: DeepSeek's spelling of continue_final_message
 
 

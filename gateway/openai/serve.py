@@ -6,14 +6,14 @@ import asyncio
 import functools
 from collections.abc import Sequence
 
-from rorqual.core.errors import CancelledRequestError, DeadlineExceededError, RorqualError
+from rorqual.core.errors import CancelledRequestError, DeadlineExceededError, QueueFullError, RorqualError
 from rorqual.telemetry import context_to_proto
 from rorqual.v1 import text_pb2
 
 from ..asgi import Exchange
 from ..context import GatewayContext
 from ..observe import OperationSpan
-from ..upstream.inbox import Inbox, Piece
+from ..upstream.inbox import SLOW_CLIENT, Inbox, Piece
 from ..upstream.stream import TextStream
 from .answer import Answer, AnswerOptions
 from .fields import ignored_header
@@ -120,6 +120,10 @@ async def serve_generation(
             await exchange.respond(200, body_bytes)
     except CancelledRequestError:
         context.meters.disconnects.inc()
+        raise
+    except QueueFullError as error:
+        if error.reason == SLOW_CLIENT:
+            context.meters.slow_clients.inc()
         raise
     finally:
         context.running.discard(end)

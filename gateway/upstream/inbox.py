@@ -15,6 +15,8 @@ from rorqual.v1 import text_pb2
 MAX_BACKLOG_BYTES = 8 * 1024 * 1024
 """Text, ids and log-probabilities that may wait for one slow client before its request is given up."""
 
+SLOW_CLIENT = "SLOW_CLIENT"  # reason of the error that gives it up
+
 MIN_LOGPROB = -9999.0
 """Stands for the logarithm of zero, which JSON has no number for."""
 
@@ -142,7 +144,7 @@ class Inbox:
             self._backlog_bytes += copy.ByteSize()
         self._backlog_bytes += len(ids) + _ENTRY_BYTES * sum(1 + len(entry.top_logprobs) for entry in logprobs)
         if self._backlog_bytes > self._max_backlog_bytes:
-            self.fail(QueueFullError("the client reads too slowly: too much text waits for it", reason="SLOW_CLIENT"))
+            self.fail(QueueFullError("the client reads too slowly: too much text waits for it", reason=SLOW_CLIENT))
         elif not self._whole:
             self._wake()
 

@@ -220,4 +220,5 @@ async def test_a_reader_that_never_reads_is_given_up(
     async with asyncio.timeout(20):
         events = sse_events(await _dechunk(reader))
     assert events[-1]["error"]["code"] == "slow_client"
+    assert await http.metric("rorqual_slow_clients_total") == 1
     writer.close()

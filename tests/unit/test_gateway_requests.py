@@ -202,6 +202,17 @@ def test_arguments_that_are_neither_are_refused_by_name(arguments: Any) -> None:
     assert caught.value.field == "messages[1].tool_calls[0].function.arguments"
 
 
+def test_a_nucleus_of_nothing_is_the_likeliest_token() -> None:
+    sampling = chat_request(top_p=0, top_k=40).options.sampling
+    assert sampling.top_k == 1
+    assert not sampling.HasField("top_p")
+
+
+def test_a_refusal_stands_for_content() -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "refusal": "No."}]
+    assert chat_request(messages=messages).messages[1].content == "No."
+
+
 def test_how_the_template_ends() -> None:
     assert not chat_request(add_generation_prompt=False).add_generation_prompt
     request = chat_request(messages=[{"role": "assistant", "content": "Once"}], continue_final_message=True)
