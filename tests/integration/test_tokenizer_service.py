@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -28,6 +27,7 @@ from tests.support.text_service import (
     pieces,
     serving,
     steps,
+    tiny_text,
     wait_for_health,
 )
 from tests.support.vocabularies import TINY_FOLDER, tiny, v4, v4_folder
@@ -247,10 +247,6 @@ async def test_a_lost_scheduler_is_not_noticed() -> None:
         assert all(o.token_ids.startswith(before.token_ids) for o in again)
         assert all(o.time_left_us < before.time_left_us for o in again[1:])
         assert len(again[-1].token_ids) >= len(again[1].token_ids) > len(before.token_ids)
-
-
-def tiny_text(token_ids: Sequence[int]) -> str:
-    return decode_all(tiny().plain_text, token_ids)
 
 
 async def test_a_scheduler_that_stays_away_is_said_to() -> None:

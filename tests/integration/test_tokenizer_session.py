@@ -12,8 +12,8 @@ import pytest
 from rorqual.core.token_ids import pack_token_ids
 from rorqual.rpc.status import from_rpc_error
 from rorqual.v1 import common_pb2, generation_pb2, text_pb2
-from tests.integration.test_tokenizer_service import EOS, Heard, Stack, chat, complete, serving, steps, tiny_text
 from tests.support.scripted_scheduler import Script
+from tests.support.text_service import EOS, Heard, Stack, chat, complete, serving, steps, tiny_text
 from tests.support.vocabularies import tiny
 
 

@@ -20,6 +20,7 @@ from rorqual.rpc.channel import open_channel
 from rorqual.rpc.status import from_rpc_error
 from rorqual.v1 import generation_pb2, text_pb2, text_pb2_grpc
 from services.tokenizer.app import TokenizerApp
+from services.tokenizer.decoder import decode_all
 from tests.support.scripted_scheduler import Script, ScriptedScheduler
 from tests.support.vocabularies import TINY_FOLDER, tiny, v4_folder
 
@@ -170,3 +171,7 @@ async def failure(call: Any) -> Any:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await hear(call)
     return from_rpc_error(caught.value)
+
+
+def tiny_text(token_ids: Sequence[int]) -> str:
+    return decode_all(tiny().plain_text, token_ids)
