@@ -25,7 +25,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
-from bench import ROTATE_BYTES, times_us  # noqa: E402
+from bench import ROTATE_BYTES, git_commit, machine, times_us  # noqa: E402
 
 from rorqual.kernels import sampling  # noqa: E402
 from rorqual.kernels.loader import DEFAULT_PATH, KernelLibrary  # noqa: E402
@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=102400)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--once", nargs=2, metavar=("B", "KIND"))
+    parser.add_argument("--commit", help="what to record where there is no git")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--library", type=Path, default=DEFAULT_PATH)
     options = parser.parse_args()
@@ -143,9 +144,9 @@ def main() -> None:
                     flush=True,
                 )
     record = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
+        "machine": machine(),
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
+        "commit": options.commit or git_commit(),
         "read_gb_s": round(read_gb_s, 1),
         "rows": rows,
     }
