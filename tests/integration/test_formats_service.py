@@ -204,7 +204,9 @@ async def test_a_call_that_cannot_be_demanded_is_refused_by_name() -> None:
 @pytest.mark.parametrize("format_name", ["deepseek-v3", "deepseek-v3.1", "deepseek-v4"])
 async def test_calls_one_at_a_time(format_name: str) -> None:
     answer = "ok" + block(format_name, [("get_weather", CITY), ("now", {})])
-    async with serve(format_name, answer) as stack:
+    async with serve(format_name) as stack:
+        going_on = [*tiny().encode(answer), *tiny().encode(" and") * 500]
+        stack.scheduler.script = lambda request: steps(going_on)
         heard = await hear(stack.stub.Chat(ask(parallel_tool_calls=False)))
         await stack.scheduler.wait_for(lambda: not stack.scheduler.running)
         [(_, finished_at)] = stack.scheduler.seen.finished

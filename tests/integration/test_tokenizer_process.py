@@ -12,8 +12,8 @@ import pytest
 
 from rorqual.rpc.channel import open_channel
 from rorqual.v1 import text_pb2, text_pb2_grpc
-from tests.integration.test_tokenizer_service import EOS, chat, hear, steps, wait_for_health
 from tests.support.scripted_scheduler import ScriptedScheduler
+from tests.support.text_service import EOS, chat, hear, steps, wait_for_health
 from tests.support.vocabularies import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
