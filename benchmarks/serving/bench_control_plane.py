@@ -3,8 +3,8 @@
     python benchmarks/serving/bench_control_plane.py [--streams 256] [--step-ms 150] [--new-tokens 64] [--gateways 1]
 
 Each process's CPU time while it carries the load, divided by the tokens; the machine's other work makes it an upper
-bound. A step of the simulated executor takes --step-ms, whatever it computes: what TTFT and TPOT are above it is the
-way through the processes (with the simulation's own time in it). The last line is one JSON object.
+bound. The simulated executor reports a step's tokens and then waits --step-ms, so TTFT is the way through the processes
+and back, and TPOT that of one token above --step-ms. The last line is one JSON object.
 """
 
 from __future__ import annotations

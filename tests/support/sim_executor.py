@@ -533,6 +533,8 @@ class SimExecutorLink:
                         self.error = error
                 except ContractError as error:
                     self.error = error
+                except asyncio.InvalidStateError:
+                    pass  # the stream ended while a report was written
                 self.connected.clear()
                 self.executor.reset()
                 await asyncio.sleep(0.02)
