@@ -123,15 +123,15 @@ class GpuModel:
         self.gathered = empty(max_keys, LATENT + ROPE)
         self.kv = empty(max_keys, heads, NOPE + VALUE)
         # Of the feed-forward part.
-        dense = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, GpuDense)]
-        self.gated = empty(max_rows, dense[0].down.shape[1]) if dense else None
+        downs = [mlp.down if isinstance(mlp, GpuDense) else mlp.shared_down for mlp in (x.mlp for x in weights.layers)]
+        self.gated = empty(max_rows * max((down.shape[1] for down in downs if down is not None), default=0))
         moe = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, GpuMoe)]
         if moe:
             self.router_logits = empty(max_rows, config.n_routed_experts, dtype=torch.float32)
             self.experts_workspace = make_experts_workspace(
                 max_rows,
-                config.num_experts_per_tok + config.n_shared_experts,
-                config.n_routed_experts + config.n_shared_experts,
+                config.num_experts_per_tok,
+                config.n_routed_experts,
                 hidden,
                 config.moe_intermediate_size,
                 device,
@@ -213,8 +213,15 @@ class GpuModel:
         self._linear(hidden, self.weights.head, out=out)
 
     def _linear(
-        self, x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor, bias: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        out: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """out = x times weight, + bias, + residual (which may be out)."""
         launches = self._launches
         before = launches.num_launches if launches is not None else 0
         linear(
@@ -223,6 +230,7 @@ class GpuModel:
             out=out,
             out_dtype=out.dtype,
             bias=bias,
+            residual=residual,
             deterministic=self.deterministic,
             workspace=self.linear_workspace,
             library=launches,
@@ -233,12 +241,7 @@ class GpuModel:
             def again(own: Pointers) -> None:
                 layer_weight, layer_bias = own[index], None if bias_index is None else own[bias_index]
                 assert layer_weight is not None
-                if out.dtype == torch.bfloat16:
-                    torch.mm(x, layer_weight.t(), out=out)
-                else:
-                    torch.mm(x, layer_weight.t(), out_dtype=out.dtype, out=out)
-                if layer_bias is not None:
-                    out.add_(layer_bias)
+                linear(x, layer_weight, out=out, out_dtype=out.dtype, bias=layer_bias, residual=residual)
 
             launches.record(again)
         return out
@@ -365,18 +368,11 @@ class GpuModel:
         config, mlp = self.config, layer.mlp
         x, normed = self.x[:num_rows], self.normed[:num_rows]
         if isinstance(mlp, GpuDense):
-            assert self.gated is not None
-            gated = linear_silu_mul(
-                normed,
-                mlp.gate_up,
-                out=self.gated[:num_rows],
-                deterministic=self.deterministic,
-                workspace=self.linear_workspace,
-                library=self._launches,
-            )
-            projected = self._linear(gated, mlp.down, out=self.projected[:num_rows])
-            rms_norm(projected, next_norm, config.rms_norm_eps, residual=x, out=normed, library=self._launches)
+            self._gated_mlp(normed, mlp.gate_up, mlp.down, x)
+            rms_norm(x, next_norm, config.rms_norm_eps, out=normed, library=self._launches)
             return
+        if mlp.shared_gate_up is not None and mlp.shared_down is not None:
+            self._gated_mlp(normed, mlp.shared_gate_up, mlp.shared_down, x)
         logits = self.router_logits[:num_rows]
         if mlp.router.dtype == torch.bfloat16:
             self._linear(normed, mlp.router, out=logits)
@@ -393,7 +389,6 @@ class GpuModel:
             norm_topk_prob=config.norm_topk_prob,
             scale_normed=config.model_type == "deepseek_v3",
             routed_scaling_factor=config.routed_scaling_factor,
-            num_shared=config.n_shared_experts,
             library=self._launches,
         )
         self._topk += (topk_ids, topk_weights)
@@ -415,6 +410,20 @@ class GpuModel:
             normed_out=normed,
             library=self._launches,
         )
+
+    def _gated_mlp(self, normed: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, x: torch.Tensor) -> None:
+        """x += down(silu(gate(normed)) * up(normed))."""
+        num_rows, width = normed.shape[0], down.shape[1]
+        gated = self.gated[: num_rows * width].view(num_rows, width)
+        linear_silu_mul(
+            normed,
+            gate_up,
+            out=gated,
+            deterministic=self.deterministic,
+            workspace=self.linear_workspace,
+            library=self._launches,
+        )
+        self._linear(gated, down, out=x, residual=x)
 
     def _float32_router(self, normed: torch.Tensor, router: torch.Tensor, logits: torch.Tensor) -> None:
         """For routers that BF16 cannot hold."""
