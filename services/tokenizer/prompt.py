@@ -212,7 +212,7 @@ class PromptBuilder:
             text = _cut_here(text, markers.here)
         if vocabulary.add_bos and not text.startswith(vocabulary.bos_token):
             text = vocabulary.bos_token + text
-        in_one_go = not ("\\u" in text or any(marker in text for marker in markers.all))
+        in_one_go = not (vocabulary.cuts_exactly or "\\u" in text or any(marker in text for marker in markers.all))
         return split_marked(text, vocabulary.control, markers), in_one_go
 
     def _start(self, segments: Sequence[Segment], conversation: Conversation) -> Start:

@@ -65,8 +65,11 @@ class Vocabulary:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.control_ids = frozenset(added)
         self._tokens = {token_id: token for token, token_id in vocab.items()}
-        rewrites = any(token.lstrip or token.rstrip for token in added.values()) or not _keeps_text(checkpoint)
-        self.longest_token_chars = None if rewrites else max(map(len, vocab))
+        self.cuts_exactly = _keeps_text(checkpoint) and not any(
+            token.lstrip or token.rstrip or token.single_word for token in added.values()
+        )
+        """Control tokens may be cut out of a text beforehand: none takes blanks beside it, or asks for them."""
+        self.longest_token_chars = max(map(len, vocab)) if self.cuts_exactly else None
         """No token stands for more characters; None where the tokenizer drops or rewrites some before it counts."""
 
         self.bos_token = checkpoint.bos_token

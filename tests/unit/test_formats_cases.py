@@ -382,3 +382,19 @@ def test_a_switch_reaches_a_template_under_both_names() -> None:
         assert text == f"{BOS}True True "
     text = prompts.chat(request_of([{"role": "user", "content": "U"}], reasoning_effort="none"), time_unix_s=0).text
     assert text == f"{BOS}False False none"
+
+
+def test_a_template_before_a_tokenizer_whose_tokens_take_blanks() -> None:
+    """Cut out of the text beforehand, a token would leave the blanks that it swallows."""
+    source = json.loads(tiny_checkpoint().tokenizer_json)
+    for token in source["added_tokens"]:
+        token["rstrip"] = token["content"] == "<｜User｜>"
+    template = "{{ bos_token }}<｜User｜>   {{ messages[0].content }}"
+    checkpoint = replace(tiny_checkpoint(), tokenizer_json=json.dumps(source), chat_templates={"default": template})
+    vocabulary = Vocabulary(checkpoint)
+    assert vocabulary.longest_token_chars is None
+    prompts = PromptBuilder(checkpoint, vocabulary)
+    plain, marked = (request_of([{"role": "user", "content": text}]) for text in ("a b", "a <think> b"))
+    assert ids(prompts.chat(plain, time_unix_s=0)) == vocabulary.encode(f"{BOS}<｜User｜>   a b")
+    assert ids(prompts.chat(plain, time_unix_s=0)) == vocabulary.encode(f"{BOS}<｜User｜>a b")
+    assert vocabulary.control.ids["<think>"] not in ids(prompts.chat(marked, time_unix_s=0))
