@@ -5,13 +5,11 @@
 // tokens (scores) or the value columns (output), and the rows, however few, are the free side N:
 //   S^T [64 tokens x N] = K [64 x 576] Q^T,   O^T [512 x N] += V^T [512 x 64 tokens] P^T [64 x N].
 // Tiling:  one CTA a part of the plan and tile of N rows: a warp that loads blocks, two that load queries, and one
-//          warpgroup that computes. Two blocks of 72 KiB and two segments' queries in shared memory; O^T is 4 N registers
-//          a thread. What is older than the step (plan, block tables, earlier blocks) is read before the previous
-//          kernel has ended.
+//          warpgroup that computes. Two blocks of 72 KiB and two segments' queries in shared memory; O^T is 4 N
+//          registers a thread. What is older than the step (plan, block tables, earlier blocks) is read before the
+//          previous kernel has ended.
 // Traffic: 73,728 B a block, once a tile; 1,152 B of query a row and segment; 2,048 B written a row and segment.
 // Shared memory reads by the tensor cores, (64 + N) * 32 B per 64 x N x 16 product, stay under the HBM time.
-// Tried on an H200 and left out: bringing blocks ahead of the two in flight into L2. 128 sequences of 8,192 took 379 us with
-// two blocks ahead and 491 with four, instead of 312: what is fetched ahead crosses HBM nearly twice.
 // Checked against rorqual/kernels/reference_paged.py::mla_decode_paged.
 #include "rorqual/launch_kernel.cuh"
 #include "rorqual/mla_decode.cuh"
@@ -60,8 +58,8 @@ __device__ __forceinline__ void wgmma_n(float (&d)[kN], uint64_t a, uint64_t b, 
 }
 
 template <class T>
-__device__ __forceinline__ void load_blocks(const MlaDecodeParams& p, char* smem, const NarrowBarriers& barriers, int part,
-                                            int tile_row) {
+__device__ __forceinline__ void load_blocks(const MlaDecodeParams& p, char* smem, const NarrowBarriers& barriers,
+                                            int part, int tile_row) {
   const int lane = threadIdx.x % kWarpSize;
   SegmentWalk walk(p, part, tile_row);
   Segment segment, next_segment;
@@ -69,6 +67,7 @@ __device__ __forceinline__ void load_blocks(const MlaDecodeParams& p, char* smem
   bool more = walk.next(segment), waited = false;
   if (more) ids.start(p, segment);
   uint32_t step = 0;
+  const uint64_t l2_policy = p.num_tiles == 1 ? kEvictFirst : kEvictNormal;  // other tiles read the same blocks
   while (more) {
     const int new_block = first_new_block(segment);
     for (int block = segment.begin; block < segment.end; ++block, ++step) {
@@ -81,7 +80,8 @@ __device__ __forceinline__ void load_blocks(const MlaDecodeParams& p, char* smem
       mbarrier_wait(&barriers.block_empty[stage], phase ^ 1);
       if (lane == 0) {
         mbarrier_arrive_expect_tx(&barriers.block_full[stage], Mla::kBlockBytes);
-        tma_load_5d(smem + stage * Mla::kBlockBytes, &p.cache_map, &barriers.block_full[stage], 0, 0, 0, 0, id);
+        tma_load_5d(smem + stage * Mla::kBlockBytes, &p.cache_map, &barriers.block_full[stage], 0, 0, 0, 0, id,
+                    l2_policy);
       }
       __syncwarp();
       if (block == segment.begin) {  // while there is time: what follows this segment
@@ -133,7 +133,8 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, co
   let_dependents_launch();
   for (; more; segment = next_segment, ++query_step) {
     const uint32_t query_stage = query_step % T::kStages, query_phase = query_step / T::kStages % 2;
-    const uint64_t q_desc = swizzle128_desc(warp_uniform(smem_addr(smem + T::kQueryOffset + query_stage * T::kQueryBytes)));
+    const uint64_t q_desc =
+        swizzle128_desc(warp_uniform(smem_addr(smem + T::kQueryOffset + query_stage * T::kQueryBytes)));
     int limit[T::kOwnRows];
     float row_max[T::kOwnRows], row_sum[T::kOwnRows];
 #pragma unroll
@@ -174,7 +175,8 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, co
 
       const int first_token = block * Mla::kBlockTokens;
       if (first_token + Mla::kBlockTokens > segment.kv_len) {
-        clear_tail<Mla::kGroupBytes, Mla::kAtomBytes>(kv_smem, segment.kv_len - first_token, thread, T::kComputeThreads);
+        clear_tail<Mla::kGroupBytes, Mla::kAtomBytes>(kv_smem, segment.kv_len - first_token, thread,
+                                                      T::kComputeThreads);
       }
       // scores[4j + 2h + e]: token 16 warp + group + 8 h, row 8 j + 2 quad + e = own_row(2j + e).
       if (first_token + Mla::kBlockTokens > all_limit) {

@@ -1,16 +1,17 @@
 // mla_decode_plan.cu: cutting a decode step's attention into even parts, and combining split sequences.
 //
-// Plan. Lay the sequences end to end on a line, each `overhead_blocks` units for being started, then a unit a block (or,
-// with splits of a fixed size, a unit a split). Part i is the stretch [i, i + 1) * ceil(total / parts). Where there are
-// parts enough, each sequence is instead padded to a multiple of the least length that needs no more parts than there
-// are, so that no part holds two. Everything a part or a sequence needs to know follows from prefix sums by division, so
-// no loop is serial in the batch.
+// Plan. Lay the sequences end to end on a line, each `overhead_blocks` units for being started, then a unit a block
+// (or, with splits of a fixed size, a unit a split). Part i is the stretch [i, i + 1) * ceil(total / parts). Where there
+// are parts enough, each sequence is instead padded to a multiple of the least length that needs no more parts than
+// there are, so that no part holds two; where there are fewer parts than sequences and whole sequences fill them nearly
+// evenly, none is cut. Everything a part or a sequence needs to know follows from prefix sums by division, or from jumps
+// of 2^k parts, so no loop is serial in the batch.
 // Tiling:  one CTA for the plan; once a step, not once a layer. Traffic: 12 B a sequence. Latency-bound.
 //
 // Combine. out = sum_k 2^(lse_k - lse) out_k over a sequence's splits k in ascending order, in float32; the same
 // bits however many CTAs computed them. A sequence of one split was written by the attention kernel itself.
-// Tiling:  one CTA a row, a thread four of its 512 values. Where a sequence may have many splits, four CTAs share a row, and
-//          in each four groups of threads share the splits, or sixteen where the rows are few too.
+// Tiling:  one CTA a row, a thread four of its 512 values. Where a sequence may have many splits, four CTAs share a row,
+//          and in each four groups of threads share the splits, or sixteen where the rows are few too.
 // Traffic: 2,052 B read a split and row, 1,024 B written a row, mostly from L2.
 // Checked against rorqual/kernels/reference_paged.py::mla_decode_paged through tests/gpu.
 #include "rorqual/launch_kernel.cuh"
@@ -52,7 +53,8 @@ __device__ __forceinline__ int cta_inclusive_sum(int value, int* warp_sums) {
 
 __global__ void __launch_bounds__(kPlanThreads, 1) mla_plan_kernel(const MlaPlanParams p) {
   extern __shared__ int starts[];  // [batch + 1]: where a sequence starts on the line
-  __shared__ int warp_sums[kWarpSize], units_of_seq[kPlanThreads], parts_needed[kWarpSize];
+  __shared__ int warp_sums[kWarpSize], parts_needed[kWarpSize];
+  __shared__ alignas(8) int units_of_seq[kPlanThreads];
   const auto num_blocks_of = [&](int seq) {
     return num_kv_blocks(p.kv_lens[seq], p.q_starts[seq + 1] - p.q_starts[seq]);
   };
@@ -108,6 +110,42 @@ __global__ void __launch_bounds__(kPlanThreads, 1) mla_plan_kernel(const MlaPlan
     }
   }
 
+  // Where parts are fewer than sequences, whole sequences may still fill them about evenly: each part takes as many as
+  // fit into an even part's length, or up to a sixteenth more. A cut would cost a partial result, its combination and a
+  // second start.
+  int2* jumps = reinterpret_cast<int2*>(units_of_seq);  // .x: the sequence 2^k parts on; .y: the same of the next round
+  bool whole = false;
+  if (p.split_blocks == 0 && p.num_parts < p.batch && p.batch < kPlanThreads / 2) {
+    const int seq = threadIdx.x;
+    for (int more = 1; more <= 4 && !whole; ++more) {
+      const int room = part_units + part_units * more / 64;
+      __syncthreads();
+      if (seq <= p.batch) {
+        int low = seq, high = p.batch + 1;  // starts[low] - starts[seq] <= room
+        while (high - low > 1) {
+          const int middle = (low + high) / 2;
+          if (starts[middle] - starts[seq] <= room) {
+            low = middle;
+          } else {
+            high = middle;
+          }
+        }
+        jumps[seq].x = low;
+      }
+      int at = 0;  // of thread i: the first sequence of part i
+      for (int bit = 1; bit <= p.num_parts; bit *= 2) {
+        __syncthreads();
+        if (seq <= p.num_parts && (seq & bit) != 0) at = jumps[at].x;
+        if (seq <= p.batch) jumps[seq].y = jumps[jumps[seq].x].x;
+        __syncthreads();
+        if (seq <= p.batch) jumps[seq].x = jumps[seq].y;
+      }
+      whole = __syncthreads_or(seq == p.num_parts && at == p.batch);
+      if (whole && seq <= p.num_parts) jumps[seq].y = at;
+    }
+    __syncthreads();
+  }
+
   // The sequence that holds point x of the line, and the first block at or after it.
   const auto locate = [&](int64_t x) {
     if (x >= total) return make_int2(p.batch, 0);
@@ -124,8 +162,8 @@ __global__ void __launch_bounds__(kPlanThreads, 1) mla_plan_kernel(const MlaPlan
     return make_int2(low, p.split_blocks > 0 ? unit * p.split_blocks : unit);
   };
   for (int part = threadIdx.x; part < p.num_parts; part += kPlanThreads) {
-    const int2 begin = locate(int64_t{part} * part_units);
-    const int2 end = locate(int64_t{part + 1} * part_units);
+    const int2 begin = whole ? make_int2(jumps[part].y, 0) : locate(int64_t{part} * part_units);
+    const int2 end = whole ? make_int2(jumps[part + 1].y, 0) : locate(int64_t{part + 1} * part_units);
     reinterpret_cast<int4*>(p.plan + 4)[part] = make_int4(begin.x, begin.y, end.x, end.y);
   }
 
@@ -142,7 +180,11 @@ __global__ void __launch_bounds__(kPlanThreads, 1) mla_plan_kernel(const MlaPlan
       if (own.num_blocks > 0) {
         const int start = starts[seq] + overhead;
         own.first_part = start / part_units;
-        if (p.split_blocks == 0) own.num_splits = (start + own.num_splits - 1) / part_units - own.first_part + 1;
+        if (whole) {
+          own.num_splits = 1;
+        } else if (p.split_blocks == 0) {
+          own.num_splits = (start + own.num_splits - 1) / part_units - own.first_part + 1;
+        }
       }
     }
     own.first_split = base + cta_inclusive_sum(own.num_splits, warp_sums) - own.num_splits;
@@ -159,10 +201,12 @@ __global__ void __launch_bounds__(kPlanThreads, 1) mla_plan_kernel(const MlaPlan
   __threadfence();  // the kernel after this one may read the plan before it waits for this one's end
 }
 
-// A CTA takes kCols values of a row; its kGroups groups of kCols / 4 threads share the splits. (The 1 in the bounds
-// matters: without it ptxas stops at 40 registers, spills, and halves the loads in flight.)
-template <int kCols, int kGroups>
-__global__ void __launch_bounds__(kCols / 4 * kGroups, 1) mla_combine_kernel(const __grid_constant__ MlaDecodeParams p) {
+// A CTA takes kCols values of a row; its kGroups groups of kCols / 4 threads share the splits. kAhead values of a thread
+// are under way at once, the first ones while the weights are computed. (kMinCtas matters: without it ptxas stops at 40
+// registers, spills, and halves the loads in flight.)
+template <int kCols, int kGroups, int kAhead, int kMinCtas>
+__global__ void __launch_bounds__(kCols / 4 * kGroups, kMinCtas)
+mla_combine_kernel(const __grid_constant__ MlaDecodeParams p) {
   constexpr int kGroupThreads = kCols / 4, kSlices = Mla::kLatent / kCols;
   static_assert(kGroupThreads % kWarpSize == 0);
   const int head = blockIdx.x / kSlices, slice = blockIdx.x % kSlices, query = blockIdx.y, seq = blockIdx.z;
@@ -192,7 +236,6 @@ __global__ void __launch_bounds__(kCols / 4 * kGroups, 1) mla_combine_kernel(con
     const int64_t split_stride = rows * Mla::kLatent / 4;
     const int per_group = (num_splits + kGroups - 1) / kGroups;
     const int begin = group * per_group, end = min(begin + per_group, num_splits);
-    constexpr int kAhead = 8;  // values under way at once; the first while the weights are computed
     float4 x[kAhead];
     const auto load = [&](int from) {
 #pragma unroll
@@ -266,9 +309,10 @@ cudaError_t launch_mla_decode(MlaDecodeKernel kernel, const MlaDecodeParams& p, 
     return launch_kernel(kernel, dim3(p.num_heads * (Mla::kLatent / cols), p.max_q_len, p.batch), cols / 4 * groups,
                          stream, {.overlaps = true}, p);
   };
-  if (splits >= 32 && rows <= 32) return launch(mla_combine_kernel<128, 16>, 128, 16);
-  if (splits >= 16) return launch(mla_combine_kernel<128, 4>, 128, 4);
-  return launch(mla_combine_kernel<512, 1>, 512, 1);
+  if (splits >= 32 && rows <= 32) return launch(mla_combine_kernel<128, 16, 8, 1>, 128, 16);
+  if (splits >= 16) return launch(mla_combine_kernel<128, 4, 8, 1>, 128, 4);
+  if (rows <= 1024) return launch(mla_combine_kernel<512, 1, 8, 1>, 512, 1);
+  return launch(mla_combine_kernel<512, 1, 4, 10>, 512, 1);
 }
 
 }  // namespace rorqual

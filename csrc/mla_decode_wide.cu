@@ -1,19 +1,19 @@
 // mla_decode_wide.cu: absorbed MLA decode for tiles of 64 (query token, head) rows.
 //
 // With 64 rows and more the work is compute-bound: 2 * 64 * 1,088 * 64 FLOP for 72 KiB a block and tile.
-// Tiling:  one CTA a part of the plan and tile of 64 rows: two warpgroups that compute and a producer warp. Each holds half
-//          of the value columns, [64 x 256] in 128 registers a thread, and both add every block, in order. Warpgroup
-//          w scores every other block, S = Q K^T [64 x 64]: while it scores, the other takes exponentials and adds, so
-//          that the tensor cores always have one of them to serve:
-//            w:     score b     | add b-1, exponentials of b | add b   | score b+2 ...
-//            other: ... add b-1 | score b+1                  | add b, exponentials of b+1 | add b+1 ...
+// Tiling:  one CTA a part of the plan and tile of 64 rows: two warpgroups that compute and a producer warp. Each holds
+//          half of the value columns, [64 x 256] in 128 registers a thread, and both add every block, in order.
+//          Warpgroup w scores every other block, S = Q K^T [64 x 64], and between the halves of its scores adds the
+//          other's block, so that the tensor cores mostly have one of the two to serve:
+//            w:     score b, early | add b-1 | score b, late | exponentials | add b | score b+2, early ...
+//            other:   exponentials of b-1    | add b-1       | score b+1, early     | add b | score b+1, late ...
 //          The maximum and the factor that rescales go from block to block through shared memory, as do the weights
 //          for the other's half; they lie where the block's rope columns were. Shared memory holds Q and two blocks,
-//          216 KiB. A slot is given back in two parts: early, the columns that warpgroup w multiplies, and late.
+//          216 KiB. A slot is given back in two parts: early, the columns that warpgroup w multiplies, and late. If the
+//          other's block were added after all scores, each block's load would wait for the whole of the block before.
 // Traffic: 73,728 B a block and tile (tiles of a sequence run side by side and share it in L2); 73,728 B of query and
 //          65,536 B (bf16) or 131,072 B (a split) of output a segment.
-// Tried on an H200 and left out, being slower (128 heads, 128 sequences of 8,192): pairs of tiles as clusters that multicast
-// each half of a block to both, 772 us instead of 653; bringing blocks ahead into L2, 672 to 719 us.
+// docs/kernels.md says what else was tried.
 // Checked against rorqual/kernels/reference_paged.py::mla_decode_paged.
 #include <type_traits>
 
@@ -29,7 +29,8 @@ struct Wide {
   static constexpr int kRows = 64;
   static constexpr int kGroupThreads = 128, kGroupWarps = 4;
   static constexpr int kComputeThreads = 2 * kGroupThreads;
-  static constexpr int kThreads = kComputeThreads + kGroupThreads;  // a whole warpgroup, so that it can give up registers
+  // The producer is a whole warpgroup, so that it can give up registers.
+  static constexpr int kThreads = kComputeThreads + kGroupThreads;
   static constexpr int kComputeRegisters = 232, kProducerRegisters = 40;
   static_assert(kComputeThreads * kComputeRegisters + kGroupThreads * kProducerRegisters <= 65536);
   static constexpr int kHalfChunks = Mla::kLatentChunks / 2, kHalfCols = Mla::kLatent / 2;
@@ -41,7 +42,7 @@ struct Wide {
   static constexpr int kPieceBytes = kPieceChunks * Mla::kChunkBytes;
 
   static constexpr int kQueryOffset = 2 * Mla::kBlockBytes;
-  static constexpr int kStateOffset = kQueryOffset + Mla::kChunks * kRows * Mla::kChunkRowBytes;  // 3 x [2][kRows] float
+  static constexpr int kStateOffset = kQueryOffset + Mla::kChunks * kRows * Mla::kChunkRowBytes;  // 3 x [2][kRows]
   static constexpr int kBarrierOffset = kStateOffset + 3 * 2 * kRows * 4;
   static constexpr int kSmemBytes = kBarrierOffset + 2 * (kPieces + 2) * 8;
   static_assert(kQueryOffset % 1024 == 0 && kSmemBytes + 1024 <= 232448);
@@ -55,7 +56,9 @@ struct Wide {
 struct WideBarriers {
   uint64_t* full;   // [2 slots][kPieces]: early, early, late, late with rope
   uint64_t* empty;  // [2 slots][early, late]
-  __device__ __forceinline__ uint64_t* full_of(int slot, int piece) const { return full + slot * Wide::kPieces + piece; }
+  __device__ __forceinline__ uint64_t* full_of(int slot, int piece) const {
+    return full + slot * Wide::kPieces + piece;
+  }
   __device__ __forceinline__ uint64_t* empty_of(int slot, int late) const { return empty + slot * 2 + late; }
 };
 
@@ -119,7 +122,7 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, co
   char* own_probs = own_smem + Wide::kRopeChunk * Mla::kChunkBytes;
   char* q_smem = smem + Wide::kQueryOffset;
   float* maxima = reinterpret_cast<float*>(smem + Wide::kStateOffset);  // [2 slots][kRows]: after the slot's block
-  float* scales = maxima + 2 * Wide::kRows;                             // [2 slots][kRows]: what that multiplied sums by
+  float* scales = maxima + 2 * Wide::kRows;                             // [2 slots][kRows]: what it multiplied sums by
   float* sums = scales + 2 * Wide::kRows;                               // [2 warpgroups][kRows]
   const uint64_t q_desc = swizzle128_desc(warp_uniform(smem_addr(q_smem)));
   const uint64_t own_desc = swizzle128_desc(warp_uniform(smem_addr(own_smem)));

@@ -206,7 +206,7 @@ def parts_of(workspace: DecodeWorkspace, batch: int) -> list[tuple[list[tuple[in
 
 @pytest.mark.parametrize("num_parts", [1, 7, 66, 132])
 @pytest.mark.parametrize(
-    "kv_lens", [[1], [640] * 16, [4096] * 32, [8192, *[640] * 31], [700, 0, 64, 1, 333] * 30, [0, 0]]
+    "kv_lens", [[1], [640] * 16, [4096] * 32, [8192, *[640] * 31], [700, 0, 64, 1, 333] * 30, [1000] * 140, [0, 0]]
 )
 def test_plan_takes_every_block_once(
     device: torch.device, library: KernelLibrary, kv_lens: list[int], num_parts: int
@@ -223,8 +223,8 @@ def test_plan_takes_every_block_once(
         assert edges[-1] == num_blocks
         assert num_splits == len(pieces)
         longest, total = max([longest, *(end - begin for begin, end in pieces)]), total + num_blocks
-    # Even: no piece is longer than a part of equal parts that start every sequence would be.
-    assert longest <= -(-(total + workspace.overhead_blocks * len(kv_lens)) // num_parts)
+    # Even: no piece is longer than a part of equal parts that start every sequence would be, or a sixteenth more.
+    assert longest <= -(-(total + workspace.overhead_blocks * len(kv_lens)) // num_parts) * 17 // 16
 
 
 @pytest.mark.parametrize("num_heads", [4, 16, 64])

@@ -58,7 +58,8 @@ struct Segment {
 // Walks the segments of a part. Every warp of a CTA walks the same ones in the same order.
 class SegmentWalk {
  public:
-  __device__ __forceinline__ SegmentWalk(const MlaDecodeParams& p, int part, int tile_row) : p_(p), tile_row_(tile_row) {
+  __device__ __forceinline__ SegmentWalk(const MlaDecodeParams& p, int part, int tile_row)
+      : p_(p), tile_row_(tile_row) {
     const int4 range = __ldcg(reinterpret_cast<const int4*>(p.plan + 4) + part);
     part_ = part;
     seq_ = range.x;
@@ -147,11 +148,11 @@ struct Row {
 };
 
 // Starts copying the tile's query rows [tile_row, tile_row + kRows) into swizzled shared memory, chunk by chunk of
-// [kRows][128 bytes]; rows beyond the sequence's become zero. Warp `warp` of `num_warps` takes part; each of its threads
-// then calls finish_query(), and a barrier among the threads must follow.
+// [kRows][128 bytes]; rows beyond the sequence's become zero. Warp `warp` of `num_warps` takes part; each of its
+// threads then calls finish_query(), and a barrier among the threads must follow.
 template <int kRows>
-__device__ __forceinline__ void start_query(char* q_smem, const MlaDecodeParams& p, const Segment& s, int tile_row, int warp,
-                                            int num_warps) {
+__device__ __forceinline__ void start_query(char* q_smem, const MlaDecodeParams& p, const Segment& s, int tile_row,
+                                            int warp, int num_warps) {
   constexpr int kVecs = Mla::kWidth / 8, kLatentVecs = Mla::kLatent / 8, kVecsPerChunk = 8;
   const int lane = threadIdx.x % kWarpSize;
   for (int r = warp; r < kRows; r += num_warps) {
