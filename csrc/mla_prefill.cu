@@ -7,12 +7,14 @@
 //          host, says which. A producer warp loads Q once an item and keys and values in two stages of 128 each
 //          (48 + 2 * (48 + 32) KiB of shared memory). Two warpgroups own 64 rows each: S = Q K^T in 64 registers a
 //          thread, O in 64, the weights P in 32. The scores of tile n + 1 are issued before the product of P and the
-//          values of tile n, so that the softmax of one runs beside the other.
+//          values of tile n, so that the softmax of one runs beside the other. On the diagonal the upper warpgroup
+//          leaves out the half of the last tile that none of its rows attends to.
 // Traffic: 80 KiB a tile of keys and item, from L2; Q 48 KiB and output 32 KiB an item. Heads are taken in groups whose
 //          keys and values fit in L2, so HBM gives each of them about once.
 // A row's bits depend on its own sequence and position only: key tiles start at multiples of 128, are taken in
 // order, and a tile that is masked for a row changes none of its state, exactly. For the same reason a row that is
 // carried from slab to slab (state) ends in the same bits as one that saw all keys at once.
+// Tried on an H200 and left out: see docs/kernels.md.
 // Checked against rorqual/kernels/reference_prefill.py.
 #include "rorqual/device.cuh"
 #include "rorqual/launch.h"
@@ -52,7 +54,7 @@ struct Prefill {
   static_assert(kKeyOffset % 1024 == 0 && kValueOffset % 1024 == 0 && kSmemBytes + 1024 <= 232448);
   static constexpr int kHeadWord = kPrefillTileWords;
 
-  static constexpr int kBarrierTurn = 1, kBarrierGroup = 3;  // + warpgroup
+  static constexpr int kBarrierGroup = 1;  // + warpgroup
 };
 
 struct PrefillBarriers {
@@ -117,13 +119,7 @@ __device__ __forceinline__ void produce(const MlaPrefillParams& p, char* smem, c
       __syncwarp();
     };
 
-    load_keys(step, key_begin);  // its slot is free before Q's is; until then Q comes as near as L2
-    if (lane == 0) {
-#pragma unroll
-      for (int i = 0; i < T::kGroups * T::kKeyChunks; ++i) {
-        tma_prefetch_3d(&p.q_map, i % T::kKeyChunks * T::kChunkCols, head, q_row + i / T::kKeyChunks * T::kGroupRows);
-      }
-    }
+    load_keys(step, key_begin);  // its slot is free before Q's is
 #pragma unroll
     for (int g = 0; g < T::kGroups; ++g) {
       mbarrier_wait(&barriers.q_empty[g], num_taken % 2 ^ 1);
@@ -201,6 +197,22 @@ __device__ __forceinline__ void hold_until(float sum) {
   asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p trap;\n}" ::"f"(sum));
 }
 
+// Lane q of a quad gets the four lanes' words q, in the lanes' order.
+__device__ __forceinline__ void transpose_in_quad(uint32_t (&words)[4], int quad) {
+#pragma unroll
+  for (int step = 1; step <= 2; step *= 2) {
+    const bool upper = (quad & step) != 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint32_t& low = words[step == 1 ? 2 * i : i];
+      uint32_t& high = words[step == 1 ? 2 * i + 1 : i + 2];
+      const uint32_t other = __shfl_xor_sync(0xffffffffu, upper ? low : high, step);
+      low = upper ? other : low;
+      high = upper ? high : other;
+    }
+  }
+}
+
 // S = Q K^T, started: 64 rows of Q by the first kKeys of a tile of keys.
 template <int kKeys>
 __device__ __forceinline__ void start_scores(float (&scores)[kKeys / 2], uint64_t q_desc, uint64_t k_desc) {
@@ -236,10 +248,11 @@ __device__ __forceinline__ void start_output(float (&out)[Prefill::kOut], const 
   wgmma_commit();
 }
 
-template <bool kTakeTurns>
 __device__ __forceinline__ void compute(const MlaPrefillParams& p, char* smem, const PrefillBarriers& barriers) {
   using T = Prefill;
-  const int warpgroup = threadIdx.x / T::kGroupThreads, thread = threadIdx.x % T::kGroupThreads;
+  // From one lane for all: it makes what follows from it, descriptors above all, uniform in the compiler's eyes too.
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / T::kGroupThreads, 0);
+  const int thread = threadIdx.x % T::kGroupThreads;
   const int warp = thread / kWarpSize, lane = thread % kWarpSize, group = lane / 4, quad = lane % 4;
   const int own_row = warpgroup * T::kGroupRows + 16 * warp + group;  // of the tile; the other one is 8 below
   const volatile int* item = reinterpret_cast<const volatile int*>(smem + T::kItemOffset + warpgroup * T::kItemBytes);
@@ -252,14 +265,6 @@ __device__ __forceinline__ void compute(const MlaPrefillParams& p, char* smem, c
   const auto release = [&](uint64_t* empty) {
     if (lane == 0) mbarrier_arrive(empty);
   };
-  // The warpgroups start their products in turn, so that one's softmax falls beside the other's products.
-  const auto take_turn = [&] {
-    if constexpr (kTakeTurns) named_barrier_sync(T::kBarrierTurn + warpgroup, T::kComputeThreads);
-  };
-  const auto pass_turn = [&] {
-    if constexpr (kTakeTurns) named_barrier_arrive(T::kBarrierTurn + 1 - warpgroup, T::kComputeThreads);
-  };
-  if (warpgroup == 1) pass_turn();
 
   uint32_t step = 0;
   for (uint32_t num_taken = 0;; ++num_taken) {
@@ -272,8 +277,6 @@ __device__ __forceinline__ void compute(const MlaPrefillParams& p, char* smem, c
     if (num_rows <= warpgroup * T::kGroupRows) {  // none of the rows are this warpgroup's
       for (int n = 0; n < num_steps; ++n, ++step) {
         wait(barriers.k_full, step);
-        take_turn();
-        pass_turn();
         release(&barriers.k_empty[step % T::kStages]);
         wait(barriers.v_full, step);
         release(&barriers.v_empty[step % T::kStages]);
@@ -333,28 +336,24 @@ __device__ __forceinline__ void compute(const MlaPrefillParams& p, char* smem, c
     const auto first_tile = [&]<int kKeys>() {
       float scores[kKeys / 2];
       wait(barriers.k_full, step);
-      take_turn();
       wgmma_fence_operand(scores);
       start_scores<kKeys>(scores, q_desc, key_desc(step));
-      pass_turn();
       wgmma_wait<0>();
       wgmma_fence_operand(scores);
       release(&barriers.k_empty[step % T::kStages]);
       mask(scores, key_begin);
       softmax.update(scores, rescale, p.scale_log2);
-      rescale_out();
+      if (carried_in) rescale_out();
       pack(scores);
     };
     // The scores of tile n beside the output of tile n - 1.
     const auto next_tile = [&]<int kKeys>(int n) {
       float scores[kKeys / 2];
       wait(barriers.k_full, step + 1);
-      take_turn();
       wgmma_fence_operand(scores);
       start_scores<kKeys>(scores, q_desc, key_desc(step + 1));
       wait(barriers.v_full, step);
       start_output<T::kKeys>(out, probs, value_desc(step));
-      pass_turn();
       wgmma_wait<1>();
       wgmma_fence_operand(scores);
       release(&barriers.k_empty[(step + 1) % T::kStages]);
@@ -410,16 +409,21 @@ __device__ __forceinline__ void compute(const MlaPrefillParams& p, char* smem, c
         float sum = softmax.sum[h];
         sum += __shfl_xor_sync(0xffffffffu, sum, 1);
         sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        if (own_row + 8 * h >= num_rows) continue;
+        const bool there = own_row + 8 * h < num_rows;
         const float inverse = sum > 0.f ? 1.f / sum : sum;  // keeps a NaN
         const int64_t row = q_row + own_row + 8 * h;
-        __nv_bfloat16* dst = p.out + row * p.out_token_stride + head * p.out_head_stride + 2 * quad;
+        __nv_bfloat16* dst = p.out + row * p.out_token_stride + head * p.out_head_stride + 8 * quad;
 #pragma unroll
-        for (int j = 0; j < T::kValue / 8; ++j) {
-          *reinterpret_cast<uint32_t*>(dst + 8 * j) =
-              pack_bf16(out[4 * j + 2 * h] * inverse, out[4 * j + 2 * h + 1] * inverse);
+        for (int j = 0; j < T::kValue / 8; j += 4) {
+          uint32_t pairs[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            pairs[i] = pack_bf16(out[4 * (j + i) + 2 * h] * inverse, out[4 * (j + i) + 2 * h + 1] * inverse);
+          }
+          transpose_in_quad(pairs, quad);
+          if (there) *reinterpret_cast<uint4*>(dst + 8 * j) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
         }
-        if (p.lse != nullptr && quad == 0) {
+        if (p.lse != nullptr && there && quad == 0) {
           p.lse[row * p.num_heads + head] = (softmax.max[h] * p.scale_log2 + log2f(sum)) * (1.f / kLog2E);
         }
       }
@@ -440,7 +444,6 @@ __device__ __forceinline__ void compute(const MlaPrefillParams& p, char* smem, c
   }
 }
 
-template <bool kTakeTurns>
 __global__ void __launch_bounds__(Prefill::kThreads, 1) mla_prefill_kernel(const __grid_constant__ MlaPrefillParams p) {
   using T = Prefill;
   extern __shared__ char smem_raw[];
@@ -474,7 +477,7 @@ __global__ void __launch_bounds__(Prefill::kThreads, 1) mla_prefill_kernel(const
   let_dependents_launch();
   if (threadIdx.x < T::kComputeThreads) {
     take_registers<T::kComputeRegisters>();
-    compute<kTakeTurns>(p, smem, barriers);
+    compute(p, smem, barriers);
   } else {
     release_registers<T::kProducerRegisters>();
     if (threadIdx.x < T::kComputeThreads + kWarpSize) produce(p, smem, barriers);
@@ -529,10 +532,9 @@ __global__ void __launch_bounds__(Gather::kThreads) gather_latents_kernel(const 
 
 }  // namespace
 
-cudaError_t launch_mla_prefill(const MlaPrefillParams& p, int num_ctas, bool take_turns, cudaStream_t stream) {
-  const LaunchOptions options{.smem_bytes = Prefill::kSmemBytes + 1024, .overlaps = true};  // room to align
-  return launch_kernel(take_turns ? mla_prefill_kernel<true> : mla_prefill_kernel<false>, dim3(num_ctas),
-                       Prefill::kThreads, stream, options, p);
+cudaError_t launch_mla_prefill(const MlaPrefillParams& p, int num_ctas, cudaStream_t stream) {
+  return launch_kernel(mla_prefill_kernel, dim3(num_ctas), Prefill::kThreads, stream,
+                       {.smem_bytes = Prefill::kSmemBytes + 1024, .overlaps = true}, p);  // room to align the first atom
 }
 
 cudaError_t launch_gather_latents(const GatherLatentsParams& p, cudaStream_t stream) {

@@ -141,7 +141,7 @@ class Bench:
 
         options: list[dict[str, Any]] = [{}]
         if self.variants:
-            options += [{"take_turns": True}, {"heads_per_group": num_heads}, {"heads_per_group": 1}]
+            options += [{"heads_per_group": num_heads}, {"heads_per_group": 1}]
             options += (
                 [{"heads_per_group": 4}] if num_heads == 16 else [{"heads_per_group": 8}, {"heads_per_group": 32}]
             )
@@ -257,7 +257,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     default = Path(os.environ.get("OUT_DIR", ".")) / "prefill.json"
     parser.add_argument("--out", type=Path, default=default)
-    parser.add_argument("--variants", action="store_true", help="also time other orders of heads and of warpgroups")
+    parser.add_argument("--variants", action="store_true", help="also time other orders of heads")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--only", default=None, help="HEADSxBATCHxQUERIES[xPREFIX],…")
     parser.add_argument("--once", action="store_true", help="three plain calls of each shape, for a profiler")

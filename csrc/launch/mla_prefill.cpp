@@ -35,14 +35,13 @@ extern "C" int rorqual_mla_prefill(const RorqualMlaPrefill* a, void* stream) {
                   "mla_prefill: tiles need tokens and keys, got " + std::to_string(a->num_tokens) + " and " +
                       std::to_string(a->num_keys));
   RORQUAL_REQUIRE(a->out && a->plan && a->q && a->kv && a->k_pe, "mla_prefill: only lse and state may be NULL");
-  RORQUAL_REQUIRE(aligned(a->out, 4) && aligned(a->q, 16) && aligned(a->kv, 16) && aligned(a->k_pe, 16) &&
+  RORQUAL_REQUIRE(aligned(a->out, 16) && aligned(a->q, 16) && aligned(a->kv, 16) && aligned(a->k_pe, 16) &&
                       aligned(a->state, 16) && aligned(a->plan, 4),
-                  "mla_prefill: q, kv, k_pe and state must be 16-byte aligned, out 4-byte");
+                  "mla_prefill: q, kv, k_pe, out and state must be 16-byte aligned, plan 4-byte");
   RORQUAL_REQUIRE(a->q_token_stride % 8 == 0 && a->q_head_stride % 8 == 0 && a->kv_token_stride % 8 == 0 &&
-                      a->kv_head_stride % 8 == 0 && a->k_pe_stride % 8 == 0,
-                  "mla_prefill: strides of q, kv and k_pe must be multiples of 8 elements");
-  RORQUAL_REQUIRE(a->out_token_stride % 2 == 0 && a->out_head_stride % 2 == 0,
-                  "mla_prefill: strides of out must be even");
+                      a->kv_head_stride % 8 == 0 && a->k_pe_stride % 8 == 0 && a->out_token_stride % 8 == 0 &&
+                      a->out_head_stride % 8 == 0,
+                  "mla_prefill: strides must be multiples of 8 elements");
 
   rorqual::MlaPrefillParams p{};
   const auto rows_map = [&](CUtensorMap* map, const void* base, int width, int heads, int rows, int64_t head_stride,
@@ -82,8 +81,7 @@ extern "C" int rorqual_mla_prefill(const RorqualMlaPrefill* a, void* stream) {
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return rorqual::from_cuda(error, "mla_prefill");
   const int num_ctas = std::min(a->num_tiles * a->num_heads, num_sms);
-  return rorqual::from_cuda(
-      rorqual::launch_mla_prefill(p, num_ctas, a->take_turns != 0, static_cast<cudaStream_t>(stream)), "mla_prefill");
+  return rorqual::from_cuda(rorqual::launch_mla_prefill(p, num_ctas, static_cast<cudaStream_t>(stream)), "mla_prefill");
 }
 
 extern "C" int rorqual_gather_latents(const RorqualGatherLatents* a, void* stream) {

@@ -90,7 +90,7 @@ class MlaPrefillArgs(ctypes.Structure):
     _fields_: ClassVar = _fields(
         ptr="out lse state plan q kv k_pe",
         i64="q_token_stride q_head_stride kv_token_stride kv_head_stride k_pe_stride out_token_stride out_head_stride",
-        i32="num_tokens num_keys num_heads num_tiles heads_per_group take_turns",
+        i32="num_tokens num_keys num_heads num_tiles heads_per_group",
         f32="softmax_scale",
     )
 

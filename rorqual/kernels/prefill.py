@@ -147,7 +147,6 @@ def mla_prefill(
     lse: torch.Tensor | None = None,
     state: torch.Tensor | None = None,
     heads_per_group: int = 0,
-    take_turns: bool = False,
     library: KernelLibrary | None = None,
 ) -> torch.Tensor:
     """Causal attention of packed sequences over expanded keys and values.
@@ -160,7 +159,7 @@ def mla_prefill(
     a slab needs `state`, float32 [T, num_heads, 136], the same tensor for all slabs, in order from key 0 on; a row of
     out and lse is written in the slab of its last key. The bits of a row do not depend on slabs, on chunks, or on
     other sequences.
-    `heads_per_group` and `take_turns` are for benchmarks.
+    `heads_per_group` is for benchmarks.
     """
     device = q.device
     check("q", q, (None, None, NOPE + ROPE), torch.bfloat16, device)
@@ -207,7 +206,6 @@ def mla_prefill(
         num_heads=num_heads,
         num_tiles=plan.num_tiles,
         heads_per_group=heads_per_group,
-        take_turns=int(take_turns),
         softmax_scale=scale,
     )
     library.call("rorqual_mla_prefill", args, current_stream(device))

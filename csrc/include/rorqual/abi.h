@@ -178,7 +178,6 @@ typedef struct {
   int64_t out_head_stride;
   int32_t num_tokens, num_keys, num_heads, num_tiles;
   int32_t heads_per_group; /* heads taken together, so that their keys and values stay in L2; 0: chosen by num_keys */
-  int32_t take_turns;      /* 1: the warpgroups issue their products in turn */
   float softmax_scale;
 } RorqualMlaPrefill;
 int rorqual_mla_prefill(const RorqualMlaPrefill* args, void* stream);

@@ -197,7 +197,7 @@ struct MlaPrefillParams {
   int num_tiles, num_heads, heads_per_group;
   float scale_log2;  // softmax scale * log2(e)
 };
-cudaError_t launch_mla_prefill(const MlaPrefillParams& p, int num_ctas, bool take_turns, cudaStream_t stream);
+cudaError_t launch_mla_prefill(const MlaPrefillParams& p, int num_ctas, cudaStream_t stream);
 
 struct GatherLatentsParams {
   __nv_bfloat16* out;          // [num_rows, 576]

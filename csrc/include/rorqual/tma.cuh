@@ -73,11 +73,6 @@ __device__ __forceinline__ void bulk_load(void* dst, const void* src, uint64_t* 
                "l"(src), "r"(smem_addr(barrier)), "r"(num_bytes)
                : "memory");
 }
-// Brings the same box into L2, and tells nobody.
-__device__ __forceinline__ void tma_prefetch_3d(const CUtensorMap* map, int x, int y, int z) {
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(x), "r"(y), "r"(z)
-               : "memory");
-}
 
 // How L2 shall treat what is read: as usual, or as the first to go (it will not be read again).
 inline constexpr uint64_t kEvictNormal = 0x1000000000000000, kEvictFirst = 0x12f0000000000000;
