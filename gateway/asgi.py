@@ -89,6 +89,8 @@ class Exchange:
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         self.status = status
         merged = {"x-request-id": self.client_request_id or self.request_id, **self.extra_headers, **headers}
+        if self.errors.id_header:
+            merged[self.errors.id_header] = self.request_id
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in merged.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 

@@ -55,6 +55,7 @@ class ErrorShape:
     body_type: type[msgspec.Struct]
     body: Callable[[Failure, str], bytes]  # a whole answer
     events: Callable[[Failure, str], bytes]  # what ends a stream that had begun
+    id_header: str = ""  # a further header for the request's id, on every answer
     rename: Callable[[str], str] = _same  # from a field of OpenAI's chat body to this dialect's
 
     def spell(self, failure: Failure) -> Failure:

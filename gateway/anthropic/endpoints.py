@@ -54,7 +54,6 @@ def _listed(model: ModelObject) -> ListedModel:
 
 async def messages(context: GatewayContext, exchange: Exchange) -> None:
     """POST /v1/messages."""
-    exchange.extra_headers["request-id"] = exchange.request_id
     with operation(context, exchange, "chat") as span:
         body, unknown = request.READER.read(await exchange.body(context.config.max_body_bytes))
         begin(context, exchange, span, body.model, unknown)
@@ -68,7 +67,6 @@ async def messages(context: GatewayContext, exchange: Exchange) -> None:
 
 async def count_tokens(context: GatewayContext, exchange: Exchange) -> None:
     """POST /v1/messages/count_tokens: how long the rendered conversation is."""
-    exchange.extra_headers["request-id"] = exchange.request_id
     with operation(context, exchange, "tokenize") as span:
         body, unknown = request.COUNT_READER.read(await exchange.body(context.config.max_body_bytes))
         begin(context, exchange, span, body.model, unknown)

@@ -49,4 +49,6 @@ def _field_name(name: str) -> str:
     }.get(name, name)
 
 
-ANTHROPIC_ERRORS = ErrorShape(body_type=MessagesErrorBody, body=_body, events=_events, rename=_field_name)
+ANTHROPIC_ERRORS = ErrorShape(
+    body_type=MessagesErrorBody, body=_body, events=_events, id_header="request-id", rename=_field_name
+)

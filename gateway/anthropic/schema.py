@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from ..openai.schema import MAX_MESSAGES, Unit
+from ..openai.schema import MAX_MESSAGES, StopStrings, Unit
 
 
 class CacheControl(msgspec.Struct):
@@ -98,7 +98,7 @@ class MessagesBody(CountTokensBody, kw_only=True):
     """POST /v1/messages."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=2**32 - 1)]
-    stop_sequences: list[str] | None = None
+    stop_sequences: StopStrings | None = None
     stream: bool | None = None
     temperature: Unit | None = None
     top_p: Unit | None = None

@@ -324,6 +324,7 @@ async def test_errors_have_anthropics_body_and_classes(
         assert response.json()["error"]["type"] == kind
     async with running_gateway(tokenizer.address, api_key=("k",)) as closed:
         response = await closed.client.post("/v1/messages", json=BODY)
+        assert response.headers["request-id"] == response.json()["request_id"]
         assert (response.status_code, response.json()["error"]["type"]) == (401, "authentication_error")
         async with anthropic.AsyncAnthropic(base_url=closed.url, api_key="k", max_retries=0) as keyed:
             tokenizer.script = lambda request: say("a")

@@ -34,11 +34,10 @@ def before_call(context: Any, case: Any, **kwargs: Any) -> None:
     if isinstance(body.get("model"), str):
         body["model"] = _model
     limit = _LIMITS.get(case.operation.path)
-    for name in {limit, "max_tokens", "max_completion_tokens"} if limit else ():
-        value = body.get(name)
-        if _is_count(value) and value > MAX_TOKENS:
-            body[name] = MAX_TOKENS
-    if limit and body.get(limit) is None and limit not in body and "max_completion_tokens" not in body:
+    for name in (limit, "max_tokens", "max_completion_tokens", "min_tokens"):
+        if name and _is_count(body.get(name)):
+            body[name] = min(body[name], MAX_TOKENS)
+    if limit and body.get(limit) is None and body.get("max_completion_tokens") is None:  # which may be null
         body[limit] = MAX_TOKENS
-    if _is_count(body.get("n")) and body["n"] > MAX_CHOICES:
-        body["n"] = MAX_CHOICES
+    if _is_count(body.get("n")):
+        body["n"] = min(body["n"], MAX_CHOICES)
