@@ -11,12 +11,14 @@ PORT ?=
 FLAGS ?=
 TESTS ?=
 API_FUZZ_S ?= 240
+EVENTS ?= 1000000
+SEED ?= 0
 
 VENV := .venv/bin
 PYTHON_PACKAGES := rorqual services gateway executor
 export PYTHON TORCH_INDEX
 
-.PHONY: help serve test test-gpu lint types protos check-protos kernels bench-cpu bench-gpu bench-formats eval-tiny setup setup-dev clean
+.PHONY: help serve test test-gpu lint types protos check-protos kernels bench-cpu bench-gpu bench-formats fuzz-scheduler eval-tiny setup setup-dev clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -69,6 +71,9 @@ bench-gpu: setup-dev kernels  ## kernels against their rooflines, then serving, 
 
 bench-formats: setup-dev  ## CPU time a token of the chat formats' parsers, and of a prompt of 100k tokens
 	@PYTHONPATH=. $(VENV)/python benchmarks/formats/bench_formats.py $(FLAGS)
+
+fuzz-scheduler: setup-dev  ## the scheduler core under random events, all accounts checked after each (EVENTS=10000000 SEED=0)
+	@PYTHONPATH=. $(VENV)/python -m benchmarks.scheduler.fuzz --events $(EVENTS) --seed $(SEED)
 
 eval-tiny: setup-dev  ## scores of the embedded model
 	@$(VENV)/python models/tiny/evaluate.py $(FLAGS)

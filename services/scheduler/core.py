@@ -254,8 +254,9 @@ class SchedulerCore:
             if seq is not None and seq.state is State.RUNNING:
                 executor.note_computed(seq, num_computed)
         for seq_id, message in report.faults:
-            if (seq := sequences.get(seq_id)) is not None:
+            if (seq := executor.owner(seq_id)) is not None:
                 executor.take_back_labels(seq)
+            if (seq := sequences.get(seq_id)) is not None:
                 self._fail(seq, NumericalFaultError(message), is_gone=True)
         logprobs = report.logprobs
         for seq_id, (_, of_prompt) in logprobs.items():

@@ -69,7 +69,9 @@ class ExecutorState:
         self.sequences: dict[int, Sequence] = {}  # RUNNING and DRAINING, by id
         self.num_running = 0
         self._num_by_priority: Counter[int] = Counter()  # of the running
-        self.draining: deque[tuple[int, int, Sequence]] = deque()  # (batch of its Drop, id, sequence), in order
+        self.draining: deque[tuple[int, int, Sequence]] = (
+            deque()
+        )  # dropped: (batch of its Drop, id, sequence), in order
         self.hungry: dict[int, Sequence] = {}  # want a block and got none
         self.woken: list[Sequence] = []  # followers whose block is computed, or will not be
         self._by_hash_followers: dict[bytes, list[Sequence]] = {}
@@ -349,21 +351,25 @@ class ExecutorState:
         """Order `seq` out. Its blocks may be handed out again at once, since orders are applied in order."""
         self.leave(seq)
         self._orders.append(Drop(seq.seq_id))
+        self.draining.append((self._num_batches + 1, seq.seq_id, seq))
 
     def drain(self, seq: Sequence) -> None:
         """Order `seq` out, but listen to it until its Drop is acknowledged."""
         self.drop(seq)
         self.sequences[seq.seq_id] = seq
-        self.draining.append((self._num_batches + 1, seq.seq_id, seq))
 
     def acknowledged(self, last_batch_id: int) -> list[Sequence]:
         """Sequences that `drain` dropped and that will report no more."""
         done: list[Sequence] = []
         while self.draining and self.draining[0][0] <= last_batch_id:
             _, seq_id, seq = self.draining.popleft()
-            if self.sequences.pop(seq_id, None) is not None:  # else it was cancelled meanwhile
+            if self.sequences.pop(seq_id, None) is not None:  # else nobody listens: it was cancelled
                 done.append(seq)
         return done
+
+    def owner(self, seq_id: int) -> Sequence | None:
+        """Whose blocks these are or were: a cancelled sequence's too, until its Drop is acknowledged."""
+        return self.sequences.get(seq_id) or next((seq for _, i, seq in self.draining if i == seq_id), None)
 
     def take_back_labels(self, seq: Sequence) -> None:
         """What `seq` computed is not to be trusted: nobody takes it up any more."""

@@ -276,6 +276,19 @@ def test_a_numerical_fault_ends_one_sequence_and_its_blocks_serve_nobody() -> No
     assert healthy.finish is FinishReason.LENGTH
 
 
+def test_blocks_of_a_sequence_that_was_cancelled_before_its_fault_was_known_serve_nobody() -> None:
+    world, link = make_world()
+    faulty = world.open(make_proto(200, max_tokens=100))
+    turn(world, link)
+    link.sim.fault(min(link.sim.sequences), "NaN in layer 3")
+    world.cancel(faulty)
+    world.report(link)
+    world.open(make_proto(200, request_id="again"))
+    (admit,) = of(Admit, orders(world, link))
+    assert admit.num_cached_tokens == 0
+    world.run_to_end()
+
+
 def test_deadlines() -> None:
     world, link = make_world(max_num_seqs=1)
     running = world.open(make_proto(max_tokens=1000, time_left_us=1_000_000))
