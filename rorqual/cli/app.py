@@ -267,6 +267,25 @@ _add_serve("executor", "The model, on a GPU or a CPU; dials the scheduler.")
 _add_serve("gateway", "The OpenAI-compatible HTTP API; dials tokenizers.")
 
 
+# --- simulate -------------------------------------------------------------------------------------------------------
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
+)
+def simulate(context: typer.Context) -> None:
+    """Replay an arrival trace through the scheduler on virtual time, without a GPU. [dim](--help shows its flags)[/dim]"""
+    root = checkout_root()
+    if not (root / "benchmarks" / "scheduler" / "__main__.py").is_file():
+        raise ConfigError(
+            "the simulator is part of a checkout of the project (benchmarks/scheduler), not of this folder"
+        )
+    command = module_command("benchmarks.scheduler", context.args)
+    sys.stdout.flush()
+    os.execve(command[0], command, module_environ(root, os.environ))
+
+
 # --- chat and generate ----------------------------------------------------------------------------------------------
 
 
