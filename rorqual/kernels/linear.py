@@ -54,7 +54,8 @@ def choose_tiling(
             return Tiling(num_tokens, 0)
     small = out_features <= SMALL_OUT_FEATURES
     if num_tokens <= 64 or (small and num_tokens <= 512 and not deterministic):
-        per_tile = num_tokens // 4 if small and batch == 1 and not deterministic else num_tokens
+        # Few rows of the weight: more, smaller tiles of tokens.
+        per_tile = num_tokens if deterministic or not small else num_tokens // (4 if batch == 1 else 2)
         tile_tokens = 16 if per_tile <= 16 else 32 if per_tile <= 32 else 64
         tile_rows = 64
     else:
@@ -64,7 +65,7 @@ def choose_tiling(
         return Tiling(tile_tokens, tile_rows)
     # Parts of the depth, so that about one CTA an SM is at work.
     tiles = max(1, -(-out_features // tile_rows) * -(-num_tokens // tile_tokens) * batch)
-    split = max(1, min(8, 132 // tiles, in_features // 256))
+    split = max(1, min(8, 132 // tiles, in_features // 512))
     blocks = -(-in_features // 64)
     while (split - 1) * -(-blocks // split) >= blocks:
         split -= 1
