@@ -1,6 +1,6 @@
 // linear_rows.cu: y = x W^T for at most 16 tokens, where the time is that of reading W once.
 //
-// Tiling:  a tile is 8 to 32 rows of W, whole, and there is about one tile an SM: the warps of a CTA share its depth and
+// Tiling:  a tile is 8, 16 or 32 rows of W, whole, and there is about one tile an SM: the warps of a CTA share its depth and
 //          add their sums in order, so no CTA waits for another. One warp keeps stages of 512 of the depth coming, eight
 //          multiply, each 64 of a stage, their part of x in registers. Both operands of m16n8k16 are read in 16-byte
 //          vectors: a lane's 8 values of the depth stand for columns 2 q, 2 q + 1, 2 q + 8, 2 q + 9 of two products, the

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build, test, sanitize and time the kernels on a machine with one Hopper GPU, in one go, within about three minutes.
+# Build, test, sanitize and time the kernels on a machine with one Hopper GPU, in one go, within about four minutes.
 # A step that fails does not stop the rest; results and logs go to OUT (default build/gpu-session).
 #   STEPS="build test sanitize bench"   COMMIT=what to record where there is no git   BENCH_FLAGS="--variants"
 set -u
@@ -59,6 +59,9 @@ for part in $steps; do
     step bench 120 python3 benchmarks/kernels/bench.py --out "$out/h200-kernels.json" \
       --commit "${COMMIT:-unknown}" ${BENCH_FLAGS:---variants}
     grep -v '^{' "$out/bench.log"
+    step bench-linear 60 python3 benchmarks/kernels/bench_linear.py --out "$out/h200-linear.json" \
+      --commit "${COMMIT:-unknown}"
+    grep -v '^{' "$out/bench-linear.log"
     ;;
   esac
 done
