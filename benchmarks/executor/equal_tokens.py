@@ -88,7 +88,7 @@ class Runner:
         counts, made = unpack_token_ids(report.num_tokens), unpack_token_ids(report.token_ids)
         at = 0
         for seq_id, count in zip(unpack_uint64(report.seq_ids), counts, strict=True):
-            self.tokens[seq_id] = made[at : at + count]
+            self.tokens[seq_id] = list(made[at : at + count])
             at += count
 
 
