@@ -166,9 +166,11 @@ def main() -> None:
         for num_tokens in tokens:
             usual = experts.tokens_of_a_group(num_tokens)
             sizes = [n for n in (8, 16, 32, 64, 128, 256) if usual // 2 <= n <= 2 * usual]
-            variants: list[dict[str, Any]] = [{"group_tokens": n, "paired": False} for n in sizes]
-            variants += [{"group_tokens": n, "paired": True, "gathers": False} for n in sizes if n >= 64]
-            variants += [{"even": True}, {"gathers": True, "paired": False}, {"gathers": False}] if usual <= 32 else []
+            variants: list[dict[str, Any]] = [
+                {"group_tokens": n, "even": even} for n in sizes for even in (True, False)
+            ]
+            variants += [{"gathers": True}, {"gathers": False}] if usual <= 64 else []
+            variants += [{"group_tokens": n, "paired": True, "even": False} for n in (128, 256) if usual >= 64]
             for options in variants:
                 run.time(num_tokens, args.shared, stages=not args.no_stages, **options)
         args.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -24,8 +24,6 @@ from .moe import permute
 INTERLEAVE = 8  # gate and up rows alternate by so many
 TILE_ROWS, TILE_DEPTH = 128, 64  # a box of a weight in shared memory, [128, 64]
 CHUNK_CHOICES = 2048  # choices that one CTA of the plan sorts
-GATHERED_TOKENS = 4  # up to so many, rows of x are taken one by one; of more, a copy in expert order
-ALONE_TOKENS = 32  # beyond so many, CTAs work in pairs that share a group's tokens
 
 
 def pack_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -162,12 +160,12 @@ def make_experts_workspace(
 
 
 def tokens_of_a_group(num_tokens: int) -> int:
-    """Tokens of one expert that a tile takes at most, for a step of num_tokens: 8, 32, 128 or 256.
+    """Tokens of one expert that a tile takes at most, for a step of num_tokens: 8, 16, 32, 64, 128 or 256.
 
     A tile's cost follows the tokens that it really has; the limit only shares shared memory between tokens and
     weights in flight. An expert with more tokens gets several groups, the later ones with its weights from L2.
     """
-    for limit, tokens in ((8, 8), (32, 32), (1024, 128)):
+    for limit, tokens in ((8, 8), (16, 16), (32, 32), (256, 64), (1024, 128)):
         if num_tokens <= limit:
             return tokens
     return 256
@@ -205,8 +203,8 @@ def experts_stages(
     *,
     group_tokens: int | None = None,
     gathers: bool | None = None,
-    paired: bool | None = None,
-    even: bool = False,
+    paired: bool = False,
+    even: bool | None = None,
     library: KernelLibrary | None = None,
 ) -> list[Callable[[], None]]:
     """The steps of `moe_experts`, to be called in order: plan, gate and up, down. On the CPU it is one.
@@ -250,9 +248,9 @@ def experts_stages(
         hidden=ws.hidden,
         width=ws.width,
         group_tokens=group_tokens,
-        gathers=int(num_tokens <= GATHERED_TOKENS if gathers is None else gathers),
-        paired=int(num_tokens > ALONE_TOKENS if paired is None else paired),
-        even=int(even),
+        gathers=int(group_tokens <= 16 if gathers is None else gathers),
+        paired=int(paired),
+        even=int(group_tokens <= 64 if even is None else even),
         num_ctas=ws.num_ctas,
     )
     names = ("rorqual_experts_plan", "rorqual_experts_gate_up", "rorqual_experts_down")

@@ -138,7 +138,6 @@ def test_any_group(layer: Layer, library: KernelLibrary, generator: torch.Genera
             group_tokens=group_tokens,
             gathers=gathers,
             even=even,
-            paired=False,
             library=library,
         )
         for stage in stages:
