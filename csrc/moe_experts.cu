@@ -45,24 +45,24 @@ struct Tile {
   static constexpr int kTurned = 1;        // + warpgroup: the named barrier around its turning
 };
 
-// The columns that a tile of so many tokens computes, and room for; pairs are for many tokens, and cut finer there.
-template <bool kFine>
+// Whether the CTA is alone or one of a pair that takes neighbouring weight tiles of one group and shares its tokens.
+enum class Cta { kAlone = 1, kPaired = 2 };
+
+// The columns that a tile of so many tokens computes. Pairs are for many tokens, and finer there.
+template <Cta kCta>
 __host__ __device__ constexpr int tile_columns(int tokens) {
-  if (kFine) return tokens <= 64 ? 64 : tokens <= 128 ? 128 : (tokens + 15) / 16 * 16;
-  return tokens <= 16 ? (tokens + 7) / 8 * 8 : tokens <= 128 ? (tokens + 31) / 32 * 32 : (tokens + 63) / 64 * 64;
+  if (kCta == Cta::kPaired) return tokens <= 32 ? 32 : tokens <= 64 ? 64 : (tokens + 15) / 16 * 16;
+  return tokens <= 8 ? 8 : tokens <= 16 ? 16 : tokens <= 32 ? 32 : tokens <= 64 ? 64 : tokens <= 128 ? 128 : 256;
 }
 
 constexpr int kMaxFewChoices = kExpertsFewChoices, kMaxExperts = 512;
 
-// Whether the CTA is alone or one of a pair that takes neighbouring weight tiles of one group and shares its tokens.
-enum class Cta { kAlone = 1, kPaired = 2 };
-
 struct Layout {  // of shared memory: stages, what the warpgroups turn, barriers
   int stage_bytes, turn_bytes, stages, total;
-  __host__ __device__ Layout(int group_tokens, int box_rows, Cta cta) {
-    const int columns = cta == Cta::kAlone ? tile_columns<false>(group_tokens) : tile_columns<true>(group_tokens);
-    const int boxes = (group_tokens + box_rows - 1) / box_rows * box_rows;  // rows that the last box may reach
-    stage_bytes = Tile::kWeightBytes + ((columns > boxes ? columns : boxes) + 7) / 8 * 8 * Tile::kRowBytes;
+  __host__ __device__ Layout(int group_tokens, Cta cta) {
+    const int columns =
+        cta == Cta::kAlone ? tile_columns<Cta::kAlone>(group_tokens) : tile_columns<Cta::kPaired>(group_tokens);
+    stage_bytes = Tile::kWeightBytes + columns * Tile::kRowBytes;
     turn_bytes = (columns < Tile::kTurnTokens ? columns : Tile::kTurnTokens) * Tile::kRowBytes;
     const int room = Tile::kSmemLimit - Tile::kAlign - Tile::kBarrierBytes - 2 * turn_bytes;
     stages = room / stage_bytes < Tile::kMaxStages ? room / stage_bytes : Tile::kMaxStages;
@@ -98,9 +98,6 @@ struct Smem {
 // The plan, from here or from global memory; chosen anew at each use, which costs less than a register.
 __device__ __forceinline__ int4 plan_group(const ExpertsProductParams& p, const Smem& smem, int index) {
   return p.topk_ids != nullptr ? smem.few->groups[index] : p.groups[index];
-}
-__device__ __forceinline__ int plan_token(const ExpertsProductParams& p, const Smem& smem, int row) {
-  return p.topk_ids != nullptr ? smem.few->token_of[row] : p.token_of[row];
 }
 
 // The copy of tma_load_3d into the same place of both CTAs of a pair; completes each one's barrier.
@@ -230,88 +227,97 @@ struct Walk {
   }
 };
 
-template <bool kDown, Cta kCta>
-__device__ __forceinline__ void produce(const ExpertsProductParams& p, const Smem& smem) {
-  const int lane = threadIdx.x % kWarpSize;
+// One thread: the weights of all tiles, stage by stage. It waits for no kernel: weights depend on none, and the groups are
+// older than the previous kernel (where they are not, the caller has waited).
+template <Cta kCta>
+__device__ __forceinline__ void produce_weights(const ExpertsProductParams& p, const Smem& smem) {
   Walk<kCta> walk(p, smem);
   Work work;
   Stage stage;
-  // The tile's rows of one step lie in order in one box of the weight, or in two neighbouring ones.
-  const char* weights = nullptr;
-  int weight_bytes = 0, first_bytes = 0;
-  const auto load_weights = [&](int index, int step, int token_bytes) {
-    char* dst = smem.stages + index * smem.stage_bytes;
-    uint64_t* full = smem.full + index;
-    mbarrier_arrive_expect_tx(full, weight_bytes + token_bytes);
-    const char* src = weights + int64_t{step} * Tile::kWeightBytes;
-    bulk_load(dst, src, full, first_bytes);
-    if (first_bytes < weight_bytes) {
-      const char* next_box = src - (Tile::kWeightBytes - first_bytes) + int64_t{p.steps} * Tile::kWeightBytes;
-      bulk_load(dst + first_bytes, next_box, full, weight_bytes - first_bytes);
-    }
-  };
-
-  bool first = true;
   while (walk.next(work)) {
-    const int4 group = work.group;
+    // The tile's rows of one step lie in order in one box of the weight, or in two neighbouring ones.
     const int box_row = work.weight_row % Tile::kWeightRows;
-    weights = reinterpret_cast<const char*>(p.weight) +
-              (int64_t{group.x} * p.weight_rows + (work.weight_row - box_row)) * p.steps * Tile::kRowBytes +
-              box_row * Tile::kRowBytes;
-    weight_bytes = work.units * Tile::kUnitRows * Tile::kRowBytes;
-    first_bytes = min(weight_bytes, (Tile::kWeightRows - box_row) * Tile::kRowBytes);
-    const bool gathers = !kDown && kCta == Cta::kAlone && p.token_of != nullptr;
-    const int pieces = gathers ? group.z : (group.z + p.box_rows - 1) / p.box_rows;
-    const int piece_bytes = (gathers ? 1 : p.box_rows) * Tile::kRowBytes;
-    const int token_bytes = pieces * piece_bytes;
-    int ahead = 0;  // stages of this tile whose weights are under way already
-    if (kDown && first) {
-      // Weights depend on no kernel, and the groups are older than the previous kernel; what it wrote comes after.
-      for (; ahead < min(smem.num_stages, p.steps); ++ahead) {
-        if (lane == 0) load_weights(ahead, ahead, token_bytes);
-      }
-      wait_for_previous_kernel();
-      let_dependents_launch();
-      __syncwarp();
-    }
-    first = false;
-    int own_row[2] = {0, 0};  // gathering: the tokens of pieces `lane` and `lane + 32`
-    if (gathers) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (lane + i * kWarpSize < pieces) own_row[i] = plan_token(p, smem, group.y + lane + i * kWarpSize);
-      }
-    }
-    for (int step = 0; step < p.steps; ++step, stage.next(smem.num_stages)) {
+    const int64_t first_row = int64_t{work.group.x} * p.weight_rows + work.weight_row - box_row;
+    const char* src =
+        reinterpret_cast<const char*>(p.weight) + (first_row * p.steps + box_row) * Tile::kRowBytes;
+    const int num_bytes = work.units * Tile::kUnitRows * Tile::kRowBytes;
+    const int first_bytes = min(num_bytes, (Tile::kWeightRows - box_row) * Tile::kRowBytes);
+    for (int step = 0; step < p.steps; ++step, stage.next(smem.num_stages), src += Tile::kWeightBytes) {
+      char* dst = smem.stages + stage.index * smem.stage_bytes;
       uint64_t* full = smem.full + stage.index;
-      if (step >= ahead) {
-        mbarrier_wait(smem.empty + stage.index, stage.parity ^ 1);
-        if (lane == 0) load_weights(stage.index, step, token_bytes);
-        __syncwarp();
-      }
-      char* dst = smem.stages + stage.index * smem.stage_bytes + Tile::kWeightBytes;
-      if (gathers) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int piece = lane + i * kWarpSize;
-          if (piece < pieces) {
-            tma_load_3d(dst + piece * Tile::kRowBytes, &p.token_map, full, step * Tile::kDepth, own_row[i], 0);
-          }
-        }
-      } else if (lane < pieces) {
-        char* at = dst + lane * piece_bytes;
-        const int row = group.y + lane * p.box_rows;
-        if constexpr (kCta == Cta::kAlone) {
-          tma_load_3d(at, &p.token_map, full, step * Tile::kDepth, row, 0);
-        } else if (lane % 2 == static_cast<int>(blockIdx.x % 2)) {
-          tma_load_3d_pair(at, &p.token_map, full, step * Tile::kDepth, row, 0);
-        }
+      mbarrier_wait(smem.empty + stage.index, stage.parity ^ 1);
+      mbarrier_arrive_expect_tx(full, num_bytes);
+      bulk_load(dst, src, full, first_bytes);
+      if (first_bytes < num_bytes) {
+        const char* next_box = src + int64_t{p.steps} * Tile::kWeightBytes - box_row * Tile::kRowBytes;
+        bulk_load(dst + first_bytes, next_box, full, num_bytes - first_bytes);
       }
     }
   }
-  if (kDown && first) {
-    wait_for_previous_kernel();  // this kernel's end must mean the previous one's
-    let_dependents_launch();
+}
+
+// One thread: `rows` rows of tokens from `row` on, a multiple of eight, as few boxes. For pairs into both CTAs.
+template <Cta kCta>
+__device__ __forceinline__ void load_rows(const ExpertsProductParams& p, char* dst, uint64_t* full, int step, int row,
+                                          int rows) {
+#pragma unroll
+  for (int i = kExpertsTokenMaps - 1; i >= 0; --i) {
+    const int height = 8 << i;
+    const int boxes = i == kExpertsTokenMaps - 1 ? rows / height : rows / height % 2;
+    for (int box = 0; box < boxes; ++box, row += height, dst += height * Tile::kRowBytes) {
+      if constexpr (kCta == Cta::kAlone) {
+        tma_load_3d(dst, &p.token_maps[i], full, step * Tile::kDepth, row, 0);
+      } else {
+        tma_load_3d_pair(dst, &p.token_maps[i], full, step * Tile::kDepth, row, 0);
+      }
+    }
+  }
+}
+
+// One warp: the tokens of all tiles, which the previous kernel wrote (or x, gathered row by row).
+template <bool kDown, Cta kCta>
+__device__ __forceinline__ void produce_tokens(const ExpertsProductParams& p, const Smem& smem) {
+  const int lane = threadIdx.x % kWarpSize;
+  wait_for_previous_kernel();
+  let_dependents_launch();
+  const bool gathers = !kDown && kCta == Cta::kAlone && p.topk_ids != nullptr;
+  Walk<kCta> walk(p, smem);
+  Work work;
+  Stage stage;
+  while (walk.next(work)) {
+    const int4 group = work.group;
+    const int rows = (group.z + 7) / 8 * 8;
+    // A pair shares the loading: the first half of the rows, or the second.
+    const int half = kCta == Cta::kPaired ? (rows / 8 + 1) / 2 * 8 : rows;
+    const bool second = kCta == Cta::kPaired && blockIdx.x % 2 == 1;
+    const int begin = second ? half : 0, own_rows = second ? rows - half : half;
+    int own_token[2] = {0, 0};  // gathering: of rows `lane` and `lane + 32`
+    if (gathers) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (lane + i * kWarpSize < group.z) own_token[i] = smem.few->token_of[group.y + lane + i * kWarpSize];
+      }
+    }
+    for (int step = 0; step < p.steps; ++step, stage.next(smem.num_stages)) {
+      char* dst = smem.stages + stage.index * smem.stage_bytes + Tile::kWeightBytes;
+      uint64_t* full = smem.full + stage.index;
+      if (gathers) {
+        mbarrier_wait(smem.empty + stage.index, stage.parity ^ 1);
+        if (lane == 0) mbarrier_arrive_expect_tx(full, group.z * Tile::kRowBytes);
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int row = lane + i * kWarpSize;
+          if (row < group.z) {
+            tma_load_3d(dst + row * Tile::kRowBytes, &p.token_maps[0], full, step * Tile::kDepth, own_token[i], 0);
+          }
+        }
+      } else if (lane == 0) {
+        mbarrier_wait(smem.empty + stage.index, stage.parity ^ 1);
+        mbarrier_arrive_expect_tx(full, rows * Tile::kRowBytes);
+        load_rows<kCta>(p, dst + begin * Tile::kRowBytes, full, step, group.y + begin, own_rows);
+      }
+    }
   }
 }
 
@@ -423,19 +429,21 @@ __device__ __forceinline__ void compute(const ExpertsProductParams& p, const Sme
       compute_tile<kDown, kCta, decltype(tokens)::value>(p, smem, stage, work, half);
     };
     if constexpr (kCta == Cta::kAlone) {
-      switch (tile_columns<false>(work.group.z)) {
+      switch (tile_columns<kCta>(work.group.z)) {
         case 8: with(std::integral_constant<int, 8>{}); break;
         case 16: with(std::integral_constant<int, 16>{}); break;
         case 32: with(std::integral_constant<int, 32>{}); break;
         case 64: with(std::integral_constant<int, 64>{}); break;
-        case 96: with(std::integral_constant<int, 96>{}); break;
         case 128: with(std::integral_constant<int, 128>{}); break;
-        case 192: with(std::integral_constant<int, 192>{}); break;
         default: with(std::integral_constant<int, 256>{});
       }
     } else {
-      switch (tile_columns<true>(work.group.z)) {
+      switch (tile_columns<kCta>(work.group.z)) {
+        case 32: with(std::integral_constant<int, 32>{}); break;
         case 64: with(std::integral_constant<int, 64>{}); break;
+        case 80: with(std::integral_constant<int, 80>{}); break;
+        case 96: with(std::integral_constant<int, 96>{}); break;
+        case 112: with(std::integral_constant<int, 112>{}); break;
         case 128: with(std::integral_constant<int, 128>{}); break;
         case 144: with(std::integral_constant<int, 144>{}); break;
         case 160: with(std::integral_constant<int, 160>{}); break;
@@ -455,7 +463,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     experts_product_kernel(const __grid_constant__ ExpertsProductParams p) {
   extern __shared__ char smem_raw[];
   __shared__ FewChoices few;
-  const Layout layout(p.group_tokens, p.box_rows, kCta);
+  const Layout layout(p.group_tokens, kCta);
   Smem smem;
   smem.stages = smem_raw + (Tile::kAlign - smem_addr(smem_raw) % Tile::kAlign) % Tile::kAlign;
   smem.turn = smem.stages + layout.stages * layout.stage_bytes;
@@ -466,9 +474,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   smem.turn_bytes = layout.turn_bytes;
   smem.num_stages = layout.stages;
   if (threadIdx.x == 0) {
-    tma_prefetch_map(&p.token_map);
+    tma_prefetch_map(&p.token_maps[0]);
     for (int i = 0; i < layout.stages; ++i) {
-      mbarrier_init(smem.full + i, 1);
+      mbarrier_init(smem.full + i, 2);  // the weights' producer and the tokens'
       mbarrier_init(smem.empty + i, static_cast<int>(kCta) * 2 * Tile::kWarps);
     }
     mbarrier_init_fence();
@@ -478,12 +486,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   } else {
     __syncthreads();
   }
-  // The second product's groups were there before the first one, its previous kernel, let it start; it lets the next start
-  // when the first has ended, so that the combination may read the rows' places before it waits.
-  if constexpr (!kDown) {
-    wait_for_previous_kernel();
-    let_dependents_launch();
-  }
+  // What the groups come from is older than the previous kernel, which let this one start when all before it had ended:
+  // except for the first product of few choices. What the previous kernel wrote are tokens; their producer waits for it.
+  if (!kDown && p.topk_ids != nullptr) wait_for_previous_kernel();
   if (p.topk_ids != nullptr) {
     if (threadIdx.x < kWarpSize) plan_few(p, few, !kDown && blockIdx.x == 0);
     __syncthreads();
@@ -494,7 +499,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     __syncwarp();
   } else {
     release_registers<Tile::kProducerRegisters>();
-    if (threadIdx.x < Tile::kComputeThreads + kWarpSize) produce<kDown, kCta>(p, smem);
+    if (threadIdx.x == Tile::kComputeThreads) {
+      produce_weights<kCta>(p, smem);
+    } else if (threadIdx.x / kWarpSize == Tile::kComputeThreads / kWarpSize + 1) {
+      produce_tokens<kDown, kCta>(p, smem);
+    }
     __syncwarp();
   }
   if constexpr (kCta == Cta::kPaired) cluster_sync();  // the other may still copy here, and arrive
@@ -502,7 +511,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 
 template <bool kDown>
 cudaError_t launch(const ExpertsProductParams& p, int num_ctas, bool paired, cudaStream_t stream) {
-  const int smem_bytes = Layout(p.group_tokens, p.box_rows, paired ? Cta::kPaired : Cta::kAlone).total;
+  const int smem_bytes = Layout(p.group_tokens, paired ? Cta::kPaired : Cta::kAlone).total;
   if (paired) {
     return launch_kernel(experts_product_kernel<kDown, Cta::kPaired>, dim3((num_ctas + 1) / 2 * 2), Tile::kThreads, stream,
                          {.smem_bytes = smem_bytes, .overlaps = true, .cluster = 2}, p);

@@ -3,8 +3,8 @@
 // Plan. A stable counting sort, as moe_route.cu's permutation is, for one launch up to 2,048 choices.
 // Tiling:  one CTA 2,048 choices, a warp 64 of them in order; equal experts find each other by a vote. Each CTA adds up
 //          the earlier chunks' counts itself; with several chunks another kernel counts them first.
-// Traffic: 12 B written and 4 B read a choice, 4 B an expert and chunk. Latency-bound.
-// Sort.    One warp a token reads its row once and writes it to each of its choices' rows: 2 B read and 2 * top_k B
+// Traffic: 4 B written and 4 B read a choice, 4 B an expert and chunk. Latency-bound.
+// Sort.    One CTA a token reads its row once and writes it to each of its choices' rows: 2 B read and 2 * top_k B
 //          written a value. HBM-bound.
 // Checked against rorqual/kernels/experts.py::plan on CPU tensors.
 #include "rorqual/device.cuh"
@@ -129,30 +129,27 @@ __global__ void __launch_bounds__(Plan::kThreads) experts_place_kernel(const Exp
     const int choice = first_choice + turn * kWarpSize;
     if (choice >= p.num_choices) continue;
     int row = -1;
-    if (expert[turn] >= 0) {
-      row = first_row[expert[turn]] + counts[warp][expert[turn]] + rank[turn];
-      p.token_of[row] = choice / p.top_k;
-    }
+    if (expert[turn] >= 0) row = first_row[expert[turn]] + counts[warp][expert[turn]] + rank[turn];
     p.row_of[choice] = row;
   }
 }
 
-constexpr int kSortWarps = 4;
+constexpr int kSortThreads = 128;
 
-__global__ void __launch_bounds__(kSortWarps* kWarpSize) experts_sort_kernel(const ExpertsSortParams p) {
-  const int token = blockIdx.x * kSortWarps + threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+__global__ void __launch_bounds__(kSortThreads) experts_sort_kernel(const ExpertsSortParams p) {
+  const int64_t token = blockIdx.x;
+  const int lane = threadIdx.x % kWarpSize;
   wait_for_previous_kernel();
   let_dependents_launch();
-  if (token >= p.num_tokens) return;
   const uint4* x = reinterpret_cast<const uint4*>(p.x + token * p.x_stride);
   const int num_vecs = p.hidden / 8;
-  const int own_row = lane < p.top_k ? p.row_of[int64_t{token} * p.top_k + lane] : -1;
-  constexpr int kVecs = 4;
-  for (int base = 0; base < num_vecs; base += kVecs * kWarpSize) {
+  const int own_row = lane < p.top_k ? p.row_of[token * p.top_k + lane] : -1;
+  constexpr int kVecs = 2;
+  for (int base = 0; base < num_vecs; base += kVecs * kSortThreads) {
     uint4 vecs[kVecs];
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
-      const int idx = base + v * kWarpSize + lane;
+      const int idx = base + v * kSortThreads + threadIdx.x;
       if (idx < num_vecs) vecs[v] = x[idx];
     }
     for (int choice = 0; choice < p.top_k; ++choice) {
@@ -161,7 +158,7 @@ __global__ void __launch_bounds__(kSortWarps* kWarpSize) experts_sort_kernel(con
       uint4* sorted = reinterpret_cast<uint4*>(p.sorted + int64_t{row} * p.hidden);
 #pragma unroll
       for (int v = 0; v < kVecs; ++v) {
-        const int idx = base + v * kWarpSize + lane;
+        const int idx = base + v * kSortThreads + threadIdx.x;
         if (idx < num_vecs) sorted[idx] = vecs[v];
       }
     }
@@ -184,8 +181,7 @@ cudaError_t launch_experts_plan(const ExpertsPlanParams& p, cudaStream_t stream)
 }
 
 cudaError_t launch_experts_sort(const ExpertsSortParams& p, cudaStream_t stream) {
-  return launch_kernel(experts_sort_kernel, dim3((p.num_tokens + kSortWarps - 1) / kSortWarps), kSortWarps * kWarpSize,
-                       stream, {.overlaps = true}, p);
+  return launch_kernel(experts_sort_kernel, dim3(p.num_tokens), kSortThreads, stream, {.overlaps = true}, p);
 }
 
 }  // namespace rorqual

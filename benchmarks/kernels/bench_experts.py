@@ -124,9 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "h200-experts.json")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
-    parser.add_argument(
-        "--variants", action="store_true", help="also other group sizes, shares of work, gathering, pairs"
-    )
+    parser.add_argument("--variants", action="store_true", help="also other group sizes, shares of work, pairs")
     parser.add_argument("--shared", type=int, default=0, help="shared experts of the variants: 0 or 2")
     parser.add_argument("--no-stages", action="store_true", help="only the whole")
     parser.add_argument("--commit", default=None, help="what to record where there is no git")
@@ -164,13 +162,14 @@ def main() -> None:
         args.out.write_text(json.dumps(record, indent=1) + "\n")
     if args.variants:
         for num_tokens in tokens:
-            usual = experts.tokens_of_a_group(num_tokens)
-            sizes = [n for n in (8, 16, 32, 64, 128, 256) if usual // 2 <= n <= 2 * usual]
-            variants: list[dict[str, Any]] = [
-                {"group_tokens": n, "even": even} for n in sizes for even in (True, False)
-            ]
-            variants += [{"gathers": True}, {"gathers": False}] if usual <= 64 else []
-            variants += [{"group_tokens": n, "paired": True, "even": False} for n in (128, 256) if usual >= 64]
+            variants: list[dict[str, Any]] = []
+            for size in (8, 16, 32, 64, 128, 256):
+                if min(num_tokens, 64) // 2 <= size <= 2 * num_tokens or size == 8 > num_tokens:
+                    variants += [{"group_tokens": size, "paired": False, "few": False}]
+                    variants += [{"group_tokens": size, "paired": False, "even": True, "few": False}] * (size <= 64)
+                    variants += [{"group_tokens": size, "paired": True, "few": False}] * (size >= 16)
+            if num_tokens * (TOP_K + args.shared) <= experts.FEW_CHOICES:
+                variants += [{"few": True, "even": True}]
             for options in variants:
                 run.time(num_tokens, args.shared, stages=not args.no_stages, **options)
         args.out.write_text(json.dumps(record, indent=1) + "\n")

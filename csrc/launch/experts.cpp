@@ -27,13 +27,14 @@ int check(const RorqualExperts* a, const std::string& name) {
                   name + ": width must be a positive multiple of 64, got " + text(a->width));
   RORQUAL_REQUIRE(a->group_tokens >= 8 && a->group_tokens <= 256 && a->group_tokens % 8 == 0,
                   name + ": group_tokens must be a multiple of 8 in [8, 256], got " + text(a->group_tokens));
-  RORQUAL_REQUIRE(!a->gathers || a->group_tokens <= 64,
-                  name + ": gathering needs group_tokens <= 64, got " + text(a->group_tokens));
+  RORQUAL_REQUIRE(!a->few || (a->num_tokens * a->top_k <= rorqual::kExpertsFewChoices && a->group_tokens <= 64),
+                  name + ": few needs num_tokens * top_k <= 64 and group_tokens <= 64, got " +
+                      text(a->num_tokens * a->top_k) + " and " + text(a->group_tokens));
   RORQUAL_REQUIRE(a->num_ctas >= 1, name + ": num_ctas must be >= 1, got " + text(a->num_ctas));
   RORQUAL_REQUIRE(a->x_stride >= a->hidden && a->x_stride % 8 == 0,
                   name + ": x_stride must be a multiple of 8 elements and at least hidden, got " + text(a->x_stride));
   if (a->num_tokens == 0) return 0;
-  RORQUAL_REQUIRE(a->y && a->h && a->groups && a->expert_starts && a->token_of && a->row_of && a->chunk_counts && a->x &&
+  RORQUAL_REQUIRE(a->y && a->h && a->groups && a->expert_starts && a->row_of && a->chunk_counts && a->x &&
                       a->topk_ids && a->gate_up && a->down,
                   name + ": no pointer may be NULL");
   RORQUAL_REQUIRE(aligned(a->y, 16) && aligned(a->h, 16) && aligned(a->groups, 16) && aligned(a->x, 16) &&
@@ -51,16 +52,18 @@ int encode(CUtensorMap* map, const void* base, int64_t k, int64_t rows, int64_t 
   return rorqual::encode_bf16_map<3>(map, base, dims, strides, box, name.c_str());
 }
 
-// Rows of a box of tokens: at most eight boxes a group.
-int box_rows(const RorqualExperts* a) { return (a->group_tokens + 63) / 64 * 8; }
-
-// Whether the products sort the choices themselves, and nothing is planned before.
-bool few_choices(const RorqualExperts* a) {
-  return a->gathers && int64_t{a->num_tokens} * a->top_k <= rorqual::kExpertsFewChoices;
+// Tokens in rows: boxes of 8, 16 … rows, as far as a group needs them.
+int encode_rows(rorqual::ExpertsProductParams& p, const void* base, int64_t k, const RorqualExperts* a,
+                const std::string& name) {
+  for (int i = 0; i < rorqual::kExpertsTokenMaps && 8 << i <= a->group_tokens; ++i) {
+    const int refused = encode(&p.token_maps[i], base, k, a->row_capacity, k, 8 << i, name);
+    if (refused != 0) return refused;
+  }
+  return 0;
 }
 
 void sort_few(const RorqualExperts* a, rorqual::ExpertsProductParams& p) {
-  if (!few_choices(a)) return;
+  if (!a->few) return;
   p.topk_ids = static_cast<const int*>(a->topk_ids);
   p.row_of = static_cast<int*>(a->row_of);
   p.num_choices = a->num_tokens * a->top_k;
@@ -69,7 +72,7 @@ void sort_few(const RorqualExperts* a, rorqual::ExpertsProductParams& p) {
 }
 
 bool paired(const RorqualExperts* a, const rorqual::ExpertsProductParams& p) {
-  return a->paired && !a->gathers && p.weight_rows % (2 * kTileRows) == 0 && a->num_ctas >= 2;
+  return a->paired && !a->few && p.weight_rows % (2 * kTileRows) == 0 && a->num_ctas >= 2;
 }
 
 }  // namespace
@@ -81,10 +84,9 @@ extern "C" int32_t rorqual_experts_plan_chunks(int32_t num_choices) {
 extern "C" int rorqual_experts_plan(const RorqualExperts* a, void* stream) {
   const int refused = check(a, "experts_plan");
   if (refused != 0 || a->num_tokens == 0) return refused;
-  if (few_choices(a)) return 0;
+  if (a->few) return 0;
   const rorqual::ExpertsPlanParams p{static_cast<int*>(a->expert_starts),
                                      static_cast<int4*>(a->groups),
-                                     static_cast<int*>(a->token_of),
                                      static_cast<int*>(a->row_of),
                                      static_cast<int*>(a->chunk_counts),
                                      static_cast<const int*>(a->topk_ids),
@@ -100,10 +102,8 @@ extern "C" int rorqual_experts_gate_up(const RorqualExperts* a, void* stream) {
   if (refused != 0 || a->num_tokens == 0) return refused;
   const auto on = static_cast<cudaStream_t>(stream);
   rorqual::ExpertsProductParams p{};
-  if (a->gathers) {
-    p.token_of = static_cast<const int*>(a->token_of);
-    p.box_rows = 1;
-    refused = encode(&p.token_map, a->x, a->hidden, a->num_tokens, a->x_stride, 1, "experts_gate_up");
+  if (a->few) {
+    refused = encode(&p.token_maps[0], a->x, a->hidden, a->num_tokens, a->x_stride, 1, "experts_gate_up");
   } else {
     const rorqual::ExpertsSortParams sort{static_cast<bf16*>(a->y),          static_cast<const bf16*>(a->x),
                                           static_cast<const int*>(a->row_of), a->x_stride,
@@ -111,8 +111,7 @@ extern "C" int rorqual_experts_gate_up(const RorqualExperts* a, void* stream) {
                                           a->hidden};
     const cudaError_t error = rorqual::launch_experts_sort(sort, on);
     if (error != cudaSuccess) return rorqual::from_cuda(error, "experts_gate_up");
-    p.box_rows = box_rows(a);
-    refused = encode(&p.token_map, a->y, a->hidden, a->row_capacity, a->hidden, p.box_rows, "experts_gate_up");
+    refused = encode_rows(p, a->y, a->hidden, a, "experts_gate_up");
   }
   if (refused != 0) return refused;
   p.weight = static_cast<const bf16*>(a->gate_up);
@@ -131,8 +130,7 @@ extern "C" int rorqual_experts_down(const RorqualExperts* a, void* stream) {
   int refused = check(a, "experts_down");
   if (refused != 0 || a->num_tokens == 0) return refused;
   rorqual::ExpertsProductParams p{};
-  p.box_rows = box_rows(a);
-  refused = encode(&p.token_map, a->h, a->width, a->row_capacity, a->width, p.box_rows, "experts_down");
+  refused = encode_rows(p, a->h, a->width, a, "experts_down");
   if (refused != 0) return refused;
   p.weight = static_cast<const bf16*>(a->down);
   p.out = static_cast<bf16*>(a->y);

@@ -70,9 +70,9 @@ class MoePermuteArgs(ctypes.Structure):
 
 class ExpertsArgs(ctypes.Structure):
     _fields_: ClassVar = _fields(
-        ptr="y h groups expert_starts token_of row_of chunk_counts x topk_ids gate_up down",
+        ptr="y h groups expert_starts row_of chunk_counts x topk_ids gate_up down",
         i64="x_stride row_capacity",
-        i32="num_tokens top_k num_experts hidden width group_tokens gathers paired even num_ctas",
+        i32="num_tokens top_k num_experts hidden width group_tokens few paired even num_ctas",
     )
 
 

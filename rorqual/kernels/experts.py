@@ -24,6 +24,8 @@ from .moe import permute
 INTERLEAVE = 8  # gate and up rows alternate by so many
 TILE_ROWS, TILE_DEPTH = 128, 64  # a box of a weight in shared memory, [128, 64]
 CHUNK_CHOICES = 2048  # choices that one CTA of the plan sorts
+FEW_CHOICES = 64  # up to so many, the products sort them themselves
+ALONE_TOKENS = 32  # beyond so many, CTAs work in pairs that share a group's tokens
 
 
 def pack_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -117,7 +119,6 @@ class ExpertsWorkspace:
     h: torch.Tensor  # bf16 [max_tokens * top_k, width]
     groups: torch.Tensor  # int32 [1 + groups, 4]: number of groups; then expert, first row, rows, 0
     expert_starts: torch.Tensor  # int32 [num_experts + 1]
-    token_of: torch.Tensor  # int32 [max_tokens * top_k]
     row_of: torch.Tensor  # int32 [max_tokens * top_k]: token * top_k + choice -> its row, -1: no expert
     chunk_counts: torch.Tensor  # int32 [chunks, num_experts]
 
@@ -153,19 +154,18 @@ def make_experts_workspace(
         h=bf16(rows, width),
         groups=int32(1 + num_experts + rows // 8, 4),
         expert_starts=int32(num_experts + 1),
-        token_of=int32(rows),
         row_of=int32(rows),
         chunk_counts=int32(-(-rows // CHUNK_CHOICES), num_experts),
     )
 
 
 def tokens_of_a_group(num_tokens: int) -> int:
-    """Tokens of one expert that a tile takes at most, for a step of num_tokens: 8, 16, 32, 64, 128 or 256.
+    """Tokens of one expert that a tile takes at most, for a step of num_tokens: 8, 16, 32, 128 or 256.
 
     A tile's cost follows the tokens that it really has; the limit only shares shared memory between tokens and
     weights in flight. An expert with more tokens gets several groups, the later ones with its weights from L2.
     """
-    for limit, tokens in ((8, 8), (16, 16), (32, 32), (256, 64), (1024, 128)):
+    for limit, tokens in ((8, 8), (16, 16), (32, 32), (512, 128)):
         if num_tokens <= limit:
             return tokens
     return 256
@@ -202,16 +202,15 @@ def experts_stages(
     workspace: ExpertsWorkspace,
     *,
     group_tokens: int | None = None,
-    gathers: bool | None = None,
-    paired: bool = False,
-    even: bool | None = None,
+    few: bool | None = None,
+    paired: bool | None = None,
+    even: bool = False,
     library: KernelLibrary | None = None,
 ) -> list[Callable[[], None]]:
     """The steps of `moe_experts`, to be called in order: plan, gate and up, down. On the CPU it is one.
 
-    For measurements: group_tokens instead of `tokens_of_a_group`, gathers (rows of x one by one instead of a sorted
-    copy; needs group_tokens <= 64), paired (two CTAs share a group's tokens; not if gathers), even (all CTAs take as many
-    weight rows, instead of whole tiles).
+    For measurements: group_tokens instead of `tokens_of_a_group`, few (no plan, rows of x one by one; at most 64 choices),
+    paired (two CTAs share a group's tokens; not if few), even (all CTAs take as many weight rows, not whole tiles).
     """
     device, ws = x.device, workspace
     check("x", x, (None, ws.hidden), torch.bfloat16, device)
@@ -228,12 +227,13 @@ def experts_stages(
         library = load()
     if group_tokens is None:
         group_tokens = tokens_of_a_group(num_tokens)
+    if few is None:
+        few = num_tokens * ws.top_k <= FEW_CHOICES
     args = ExpertsArgs(
         y=ws.y.data_ptr(),
         h=ws.h.data_ptr(),
         groups=ws.groups.data_ptr(),
         expert_starts=ws.expert_starts.data_ptr(),
-        token_of=ws.token_of.data_ptr(),
         row_of=ws.row_of.data_ptr(),
         chunk_counts=ws.chunk_counts.data_ptr(),
         x=x.data_ptr(),
@@ -248,9 +248,9 @@ def experts_stages(
         hidden=ws.hidden,
         width=ws.width,
         group_tokens=group_tokens,
-        gathers=int(group_tokens <= 16 if gathers is None else gathers),
-        paired=int(paired),
-        even=int(group_tokens <= 64 if even is None else even),
+        few=int(few),
+        paired=int(num_tokens > ALONE_TOKENS if paired is None else paired),
+        even=int(even),
         num_ctas=ws.num_ctas,
     )
     names = ("rorqual_experts_plan", "rorqual_experts_gate_up", "rorqual_experts_down")
@@ -331,7 +331,6 @@ def _experts_reference(
     ws.row_of[: topk_ids.numel()] = order.row_of.flatten()
     num_rows = int(order.expert_starts[-1])
     token_of = order.choice_of[:num_rows] // ws.top_k
-    ws.token_of[:num_rows] = token_of
     starts = order.expert_starts.tolist()
     for expert, (start, end) in enumerate(pairwise(starts)):
         if start == end:

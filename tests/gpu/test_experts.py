@@ -53,7 +53,7 @@ def layer(request: pytest.FixtureRequest, device: torch.device) -> Iterator[Laye
 def poison(workspace: ExpertsWorkspace) -> None:
     workspace.y.fill_(float("nan"))
     workspace.h.fill_(float("nan"))
-    for scratch in ("groups", "expert_starts", "token_of", "row_of", "chunk_counts"):
+    for scratch in ("groups", "expert_starts", "row_of", "chunk_counts"):
         getattr(workspace, scratch).fill_(0x7F7F7F7F)
 
 
@@ -119,32 +119,38 @@ def test_products(layer: Layer, library: KernelLibrary, generator: torch.Generat
         assert torch.equal(starts[1:] - starts[:-1], counts.to(torch.int32))
 
 
-@pytest.mark.parametrize("group_tokens", [8, 24, 64, 128, 200, 256])
-def test_any_group(layer: Layer, library: KernelLibrary, generator: torch.Generator, group_tokens: int) -> None:
+OPTIONS = [{"group_tokens": n, "even": even} for n in (8, 24, 64, 128, 200, 256) for even in (False, True)]
+OPTIONS += [{"group_tokens": n, "paired": True} for n in (32, 64, 128, 152, 256)]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 65, 700])
+def test_any_way_gives_the_same_bits(
+    layer: Layer, library: KernelLibrary, generator: torch.Generator, num_tokens: int
+) -> None:
     if layer.name == "v3":
         pytest.skip("the same code")
-    x, ids = randn((333, layer.hidden), generator), random_ids(layer, 333, generator)
+    x, ids = randn((num_tokens, layer.hidden), generator), random_ids(layer, num_tokens, generator)
     bits = []
-    for gathers, even in ((True, True), (True, False), (False, True), (False, False)):
-        if gathers and group_tokens > 64:
-            continue
-        poison(layer.workspace)
-        stages = experts.experts_stages(
-            x,
-            ids,
-            layer.gate_up,
-            layer.down,
-            layer.workspace,
-            group_tokens=group_tokens,
-            gathers=gathers,
-            even=even,
-            library=library,
-        )
-        for stage in stages:
-            stage()
-        check_y(layer, x, ids)
-        bits.append(got_y(layer, ids))
-    assert all(torch.equal(bits[0], other) for other in bits)
+    for options in OPTIONS:
+        for few in (False, True):
+            if few and (ids.numel() > 64 or options["group_tokens"] > 64):
+                continue
+            poison(layer.workspace)
+            stages = experts.experts_stages(
+                x,
+                ids,
+                layer.gate_up,
+                layer.down,
+                layer.workspace,
+                few=few,
+                **{"paired": False, **options},
+                library=library,
+            )
+            for stage in stages:
+                stage()
+            check_y(layer, x, ids)
+            bits.append(got_y(layer, ids))
+            assert torch.equal(bits[0], bits[-1]), (options, few)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 200, 513])
@@ -266,32 +272,3 @@ def test_shared_experts_are_chosen_by_all(
     assert torch.equal(more_weights[:, :6], weights)
     assert more_ids[:, 6:].tolist() == [[64, 65]] * 37
     assert (more_weights[:, 6:] == 1.0).all()
-
-
-@pytest.mark.parametrize("group_tokens", [64, 128, 152, 256])
-@pytest.mark.parametrize("num_tokens", [1, 65, 700, 2048])
-def test_pairs_share_tokens(
-    layer: Layer, library: KernelLibrary, generator: torch.Generator, num_tokens: int, group_tokens: int
-) -> None:
-    if layer.name == "v3":
-        pytest.skip("the same code")
-    x, ids = randn((num_tokens, layer.hidden), generator), random_ids(layer, num_tokens, generator)
-    bits = []
-    for paired in (True, False):
-        poison(layer.workspace)
-        stages = experts.experts_stages(
-            x,
-            ids,
-            layer.gate_up,
-            layer.down,
-            layer.workspace,
-            group_tokens=group_tokens,
-            gathers=False,
-            paired=paired,
-            library=library,
-        )
-        for stage in stages:
-            stage()
-        check_y(layer, x, ids)
-        bits.append(got_y(layer, ids))
-    assert torch.equal(bits[0], bits[1])

@@ -121,7 +121,6 @@ typedef struct {
   void* h;             /* bf16 [row_capacity, width] */
   void* groups;        /* i32 [1 + num_experts + row_capacity / 8, 4], 16-byte aligned, for plan */
   void* expert_starts; /* i32 [num_experts + 1], for plan */
-  void* token_of;      /* i32 [row_capacity], for plan */
   void* row_of;        /* i32 [num_tokens, top_k], written: a choice's row, -1 where topk_ids is no expert */
   void* chunk_counts;  /* i32 [rorqual_experts_plan_chunks(num_tokens * top_k), num_experts], scratch */
   const void* x;        /* bf16 [num_tokens, hidden] */
@@ -133,8 +132,9 @@ typedef struct {
   int32_t num_tokens, top_k, num_experts;
   int32_t hidden, width; /* multiples of 128 and of 64 */
   int32_t group_tokens;  /* tokens of a tile at most: a multiple of 8 in [8, 256] */
-  int32_t gathers;       /* 1: gate_up takes rows of x one by one (group_tokens <= 64); 0: in boxes of a sorted copy */
-  int32_t paired;        /* 1: two CTAs share a group's tokens, where the weight's rows are a multiple of 256; not if gathers */
+  int32_t few;           /* 1: at most 64 choices, which the products sort themselves, taking rows of x one by one;
+                          *    group_tokens <= 64; plan does nothing */
+  int32_t paired;        /* 1: two CTAs share a group's tokens, where the weight's rows are a multiple of 256; not if few */
   int32_t even;          /* 1: all CTAs take as many weight rows, for when memory is the limit; not if paired */
   int32_t num_ctas;      /* multiprocessors to use */
 } RorqualExperts;

@@ -117,12 +117,12 @@ inline constexpr int kExpertsTileRows = 128;
 
 // So many choices, or fewer, the products sort themselves.
 inline constexpr int kExpertsFewChoices = 64;
+inline constexpr int kExpertsTokenMaps = 5;
 
 // Choices in expert order, cut into groups of one expert's rows.
 struct ExpertsPlanParams {
   int* expert_starts;   // [num_experts + 1]
   int4* groups;         // [1 + groups]: {number of groups, 0, 0, 0}, then {expert, first row, rows, 0}
-  int* token_of;        // [num_choices]: a row's token; rows from expert_starts[num_experts] on: untouched
   int* row_of;          // [num_choices]: a choice's row; -1 where topk_ids is no expert
   int* chunk_counts;    // [experts_plan_chunks(num_choices), num_experts], scratch
   const int* topk_ids;  // [num_tokens, top_k]
@@ -144,17 +144,16 @@ cudaError_t launch_experts_sort(const ExpertsSortParams& p, cudaStream_t stream)
 
 struct ExpertsProductParams {
   CUtensorMap weight_map;  // [num_experts, weight rows, k] in boxes of kExpertsTileRows x 64
-  CUtensorMap token_map;   // [rows, k] in boxes of box_rows x 64; of 1 x 64 where token_of gathers
+  CUtensorMap token_maps[kExpertsTokenMaps];  // [rows, k] in boxes of 8, 16 … x 64; few choices: the first, of 1 x 64, x
   // [num_experts, weight_rows, 64 * steps] as boxes of kExpertsTileRows x 64, one after the other, k innermost, each as it
   // lies in shared memory: rows of 128 bytes, a row's eight pieces of 16 bytes at piece ^ (row % 8).
   const __nv_bfloat16* weight;
   __nv_bfloat16* out;    // [rows, out_width]
   const int4* groups;    // the plan's
-  const int* token_of;   // the plan's, or null: the tokens lie in the rows' order
   int weight_rows, steps;
-  int out_width, group_tokens, box_rows;
+  int out_width, group_tokens;
   bool even;  // every CTA takes as many weight rows as the others, for when memory is the limit
-  // Few choices: these instead of a plan. Otherwise topk_ids is null.
+  // Few choices: these instead of a plan, and x gathered row by row. Otherwise topk_ids is null, and tokens lie in rows.
   const int* topk_ids;  // [num_tokens, top_k]
   int* row_of;          // [num_tokens, top_k], written by the first product
   int num_choices, top_k, num_experts;
