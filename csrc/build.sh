@@ -30,7 +30,8 @@ else
     'out="$1/plain/$(basename "$2").o"; "$3" $4 $5 -x cu -c "$2" -o "$out" >"$out.log" 2>&1 || { cat "$out.log" >&2; exit 255; }' \
     _ "$build" {} "$nvcc" "$cxx" "$cuda"
   cat "$build"/plain/*.o.log >"$log.new"
-  "$nvcc" -shared -cudart=static -o "$build/librorqual_kernels.so" "$build"/plain/*.o
+  # (nvcc of PyPI's nvidia-cuda-nvcc keeps its libraries in lib, not lib64.)
+  "$nvcc" -shared -cudart=static -L"$(dirname "$(readlink -f "$nvcc")")/../lib" -o "$build/librorqual_kernels.so" "$build"/plain/*.o
 fi
 # ninja prints nothing for files that are up to date: keep the last full report.
 if grep -q 'Compiling entry function' "$log.new"; then mv "$log.new" "$log"; else rm -f "$log.new"; fi

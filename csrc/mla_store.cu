@@ -104,6 +104,8 @@ __global__ void __launch_bounds__(kWarpSize * MlaRow::kWarps) mla_store_kernel(c
 
 cudaError_t launch_mla_store(const MlaStoreParams& p, cudaStream_t stream) {
   constexpr int kThreads = kWarpSize * MlaRow::kWarps;
+  // Neither begins early nor lets others: decode attention reads its plan, its tables and the cache of earlier steps before
+  // it waits for the kernel ahead of it, and rests on what came before this one having ended.
   if (p.norm_weight != nullptr) {
     mla_store_kernel<true><<<p.num_tokens, kThreads, 0, stream>>>(p);
   } else {

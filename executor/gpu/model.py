@@ -137,6 +137,7 @@ class GpuModel:
                 device,
             )
         self.linear_workspace = make_linear_workspace(device)
+        self.fence = empty(1)
         self._library = load() if device.type == "cuda" else None
         self._launches: LayerLaunches | None = None  # being recorded
         self._topk: list[torch.Tensor] = []  # kept for the repeated launches
@@ -293,6 +294,7 @@ class GpuModel:
                     self.q_starts[: rows.end - rows.start + 1],
                     library=self._launches,
                 )
+                self._fence()
                 self._attend_latents(
                     weights,
                     heads[rows.start : rows.end],
@@ -309,6 +311,19 @@ class GpuModel:
                     library=self._launches,
                 )
         return self._linear(attended, weights.o, out=self.projected[:num_rows], bias=weights.o_bias)
+
+    def _fence(self) -> None:
+        """What was launched before ends before anything launched after it begins.
+
+        Our kernels may begin early, and attention reads its plan before it waits for the kernel ahead of it. In a step
+        of decode rows `mla_store`, which neither begins early nor lets others, stands between the two.
+        """
+        self._zero_fence()
+        if self._launches is not None:
+            self._launches.record(lambda own: self._zero_fence())
+
+    def _zero_fence(self) -> None:
+        self.fence.zero_()
 
     def _attend_latents(
         self,
