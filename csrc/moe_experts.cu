@@ -3,17 +3,18 @@
 // Tokens in expert order are cut into groups of one expert's rows (moe_plan.cu); a tile is 128 rows of that expert's
 // weight times one group. The weights are the side of 64 that the tensor cores fix and the tokens are the free side, so a
 // tile costs what its tokens need (8, 16, 32, 64, 96 … 256 columns): one kernel serves 1 token and 16,384.
-// Tiling:  one persistent CTA an SM takes tiles blockIdx.x, + gridDim.x …, a group's tiles side by side, so that groups of
-//          one expert share its weights in L2. Two warpgroups take 64 weight rows each; a producer warp keeps up to twelve
-//          stages of 64 k in flight: 16 KiB of weights, and the group's tokens. Token rows are gathered one by one
-//          from x (few) or come as boxes of rows already in order (many, and the second product).
+// Tiling:  one CTA an SM takes tiles blockIdx.x, + gridDim.x …, a group's tiles side by side, so that groups of one
+//          expert share its weights in L2. Two warpgroups take 64 weight rows each, over up to twelve stages of 64 k. One
+//          thread streams the weights, 16 KiB a stage, one run of memory; another brings the group's tokens, in
+//          boxes of 8 to 128 rows of a copy in expert order (few choices: rows of x, one by one). For many tokens CTAs work
+//          in pairs on neighbouring weight tiles: each brings half of the tokens and multicasts them to both.
 //          Gate and up rows alternate by eight in the packed weight, so both values of a column meet in one thread.
 //          An accumulator is turned through shared memory and leaves in 16-byte pieces of rows.
 // Sums:    each output is one sum over k in order, by the same instructions whatever the group's size: its bits do not
 //          depend on the other tokens. Checked by the tests.
 // Traffic: the chosen experts' weights once from HBM (again from L2 for each further group of an expert), tokens from L2.
 //          2,048 x 1,408: 11.5 MB an expert for gate/up, 5.8 MB for down. HBM-bound up to about 180 tokens an expert.
-// The second product starts its weights before the first has ended (dependent launch).
+// Both products start their weights before the kernel in front has ended (dependent launch).
 // Checked against rorqual/kernels/experts.py::moe_experts on CPU tensors.
 #include <type_traits>
 

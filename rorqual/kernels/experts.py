@@ -1,6 +1,6 @@
 """The experts of a mixture layer: packing their weights, both products, and the weighted sum that ends the layer.
 
-Shared experts are experts like the others: every token chooses them too, with weight 1 (`moe.route(num_shared=…)`).
+Shared experts can be experts like the others, which every token chooses with weight 1 (`moe.route(num_shared=…)`).
 Compiled on CUDA, torch elsewhere.
 """
 

@@ -159,7 +159,8 @@ struct ExpertsProductParams {
   int num_choices, top_k, num_experts;
 };
 // silu(gate) * up, of the weight's alternating rows; and the plain product, which starts before its tokens are there.
-// paired: two CTAs take neighbouring tiles and share their tokens; weight_rows must be a multiple of two tiles', and nothing is gathered.
+// paired: two CTAs take neighbouring tiles and share their tokens; weight_rows must be a multiple of two tiles', and
+// nothing is gathered.
 cudaError_t launch_experts_gate_up(const ExpertsProductParams& p, int num_ctas, bool paired, cudaStream_t stream);
 cudaError_t launch_experts_down(const ExpertsProductParams& p, int num_ctas, bool paired, cudaStream_t stream);
 
