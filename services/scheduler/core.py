@@ -7,6 +7,7 @@ on. So the same core runs under property tests, in a simulator on virtual time, 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -36,6 +37,7 @@ from .events import (
 from .executor_state import ExecutorState, Plan
 from .kv_cache import blocks_for
 from .orders import Order
+from .placement import Placed, Placement, cheapest_of
 from .sequence import Sequence, State
 from .stats import CoreStats, Occupancy
 from .stream_events import (
@@ -79,9 +81,13 @@ class SchedulerCore:
         self.stats = CoreStats()
         self.model: ModelSpec | None = None  # the last one served, also while no executor is connected
         self._executors: dict[int, ExecutorState] = {}
+        self._placement = Placement()
         self._streams: dict[int, Sequence] = {}
         self._by_request: dict[tuple[str, int], Sequence] = {}  # (request id, choice): attempts of one meet here
+        self._running_by_priority: Counter[int] = Counter()
         self._waiting = WaitingQueue()
+        self._last_refused: Sequence | None = None  # the queue's head that no executor could take
+        self._reopened: dict[int, ExecutorState] = {}  # those that sent their backlog on after that
         self._parked: dict[int, Sequence] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._num_arrivals = 0
@@ -218,6 +224,7 @@ class SchedulerCore:
             caching=self._config.enable_prefix_caching,
         )
         self._executors[link_id] = executor
+        self._placement.add(executor)
         self._touch(executor)
         parked, self._parked = self._parked, {}
         for seq in parked.values():
@@ -227,6 +234,8 @@ class SchedulerCore:
         executor = self._executors.pop(link_id, None)
         if executor is None:
             return
+        self._placement.remove(executor)
+        self._reopened.pop(link_id, None)
         self._touched.pop(link_id, None)
         self._capacity_version += 1
         for seq in executor.all_followers():
@@ -235,6 +244,7 @@ class SchedulerCore:
         for seq in executor.sequences.values():
             # What was not reported never happened; what was is the request now.
             if seq.state is State.RUNNING:
+                self._note_running(seq, -1)
                 self._events.append(StreamPreempted(seq.stream_id, "executor lost"))
             self._return_to_queue(seq)
 
@@ -327,9 +337,15 @@ class SchedulerCore:
         for executor in list(self._touched.values()):
             if executor.hungry:
                 self._feed(executor)
+        for executor in self._touched.values():
+            self._placement.refresh(executor)
         self._admit_waiting()
         for executor in self._touched.values():
+            had_backlog = executor.has_backlog
             executor.send_chunks()
+            if had_backlog and not executor.has_backlog:
+                self._reopened[executor.link_id] = executor
+            self._placement.refresh(executor)
 
     def _feed(self, executor: ExecutorState) -> None:
         """Blocks for those that need one, best first; who is about to stand still takes them from the worst.
@@ -358,6 +374,7 @@ class SchedulerCore:
                 return
             if not self._place(seq):
                 seq.tried_at = self._capacity_version
+                self._last_refused, self._reopened = seq, {}
                 return
 
     def _place(self, seq: Sequence) -> bool:
@@ -369,7 +386,7 @@ class SchedulerCore:
             return True
         if self._finish_if_ended(seq):
             return True
-        num_blocks = max(executor.cache.num_blocks for executor in self._executors.values())
+        num_blocks = self._placement.max_num_blocks
         if seq.max_blocks > num_blocks:
             self._outgrown(seq, model, num_blocks)
             return True
@@ -386,22 +403,17 @@ class SchedulerCore:
             self._admit(executor, seq, plan)
         return True
 
-    def _cheapest_plan(self, seq: Sequence) -> tuple[ExecutorState, Plan] | None:
-        """Where the least is to be computed and waited for. Of those without its prefix only the idlest is looked at."""
-        best: tuple[ExecutorState, Plan] | None = None
-        strangers: list[ExecutorState] = []
-        for executor in self._executors.values():
-            if seq.max_blocks > executor.cache.num_blocks:
-                continue
-            if not executor.knows_prefix(seq):
-                strangers.append(executor)
-            elif (plan := executor.plan(seq)) is not None and (best is None or plan.cost < best[1].cost):
-                best = executor, plan
-        strangers.sort(key=ExecutorState.load)
-        for executor in strangers:
-            if (plan := executor.plan(seq)) is not None:
-                return (executor, plan) if best is None or plan.cost < best[1].cost else best
-        return best
+    def _cheapest_plan(self, seq: Sequence) -> Placed | None:
+        if self._was_refused(seq):
+            return cheapest_of(self._changed().values(), seq)
+        return self._placement.cheapest(seq)
+
+    def _was_refused(self, seq: Sequence) -> bool:
+        """Whether `seq` could be placed nowhere before this event: only executors changed since can take it."""
+        return seq is self._last_refused and seq.tried_at >= 0
+
+    def _changed(self) -> dict[int, ExecutorState]:
+        return {**self._reopened, **self._touched}
 
     def _outgrown(self, seq: Sequence, model: ModelSpec, num_blocks: int) -> None:
         """The queue's head was accepted when a larger executor was there."""
@@ -416,21 +428,27 @@ class SchedulerCore:
             seq.state = State.PARKED
             self._parked[seq.stream_id] = seq
 
-    def _make_room(self, seq: Sequence) -> tuple[ExecutorState, Plan] | None:
+    def _make_room(self, seq: Sequence) -> Placed | None:
         """Displace sequences of a lower priority class for `seq`, if that lets it in."""
-        for executor in self._executors.values():
+        if not any(priority > seq.request.priority for priority in self._running_by_priority):
+            return None
+        for executor in list((self._changed() if self._was_refused(seq) else self._executors).values()):
             if seq.max_blocks > executor.cache.num_blocks:
                 continue
             victims = executor.victims_for(seq)
+            if victims is None:
+                continue
             for victim in victims:
                 self._preempt(executor, victim, "priority")
-            if victims and (plan := executor.plan(seq)) is not None:
+            if (plan := executor.plan(seq)) is not None:
                 return executor, plan
         return None
 
     def _admit(self, executor: ExecutorState, seq: Sequence, plan: Plan) -> None:
         self._num_seq_ids += 1
         executor.admit(seq, self._num_seq_ids, plan)
+        self._note_running(seq, 1)
+        self._placement.refresh(executor)
         self._touch(executor)
         request = seq.request
         num_cached = min(seq.num_computed, request.num_prompt_tokens)
@@ -449,6 +467,8 @@ class SchedulerCore:
 
     def _preempt(self, executor: ExecutorState, seq: Sequence, why: str) -> None:
         executor.drain(seq)
+        self._note_running(seq, -1)
+        self._placement.refresh(executor)
         seq.state = State.DRAINING
         seq.was_preempted = True
         self.stats.num_preemptions += 1
@@ -478,7 +498,7 @@ class SchedulerCore:
         error = check_against_model(request, seq.num_tokens, model)
         if error is not None:
             return error
-        num_blocks = max((executor.cache.num_blocks for executor in self._executors.values()), default=0)
+        num_blocks = self._placement.max_num_blocks
         max_total = total_tokens_bound(request, model, num_blocks or model.max_model_len)
         seq.scores_prompt_only = (
             request.max_tokens == 0 and request.wants_prompt_logprobs and not request.prompt_logprobs_delivered
@@ -550,6 +570,7 @@ class SchedulerCore:
         if executor is None:
             return
         if state is State.RUNNING:
+            self._note_running(seq, -1)
             if is_gone:
                 executor.leave(seq)
             else:
@@ -563,8 +584,13 @@ class SchedulerCore:
         self._capacity_version += 1
         self._touched[executor.link_id] = executor
 
+    def _note_running(self, seq: Sequence, change: int) -> None:
+        self._running_by_priority[seq.request.priority] += change
+        if not self._running_by_priority[seq.request.priority]:
+            del self._running_by_priority[seq.request.priority]
+
     def _num_running(self) -> int:
-        return sum(executor.num_running for executor in self._executors.values())
+        return self._running_by_priority.total()
 
     # -- invariants, for tests ------------------------------------------------------------------------
 
@@ -581,6 +607,8 @@ class SchedulerCore:
                         users[block_id] = users.get(block_id, 0) + 1
                 pool.check(users)
             executor.check(running)
+        self._placement.check()
+        assert self._num_running() == sum(executor.num_running for executor in self._executors.values())
         states = [seq.state for seq in self._streams.values()]
         assert State.ENDED not in states, "an ended stream is still open"
         assert len(self._waiting) == states.count(State.WAITING)

@@ -42,10 +42,13 @@ class ExecutorState:
         "_step_time_us",
         "cache",
         "draining",
+        "heap_load",
+        "heap_ticket",
         "hungry",
         "link_id",
         "max_num_seqs",
         "model",
+        "new_first_blocks",
         "num_running",
         "room",
         "sequences",
@@ -66,6 +69,9 @@ class ExecutorState:
         # The executor sets decodes aside by its own figures; a bound of ours only makes chunks smaller.
         self.room = max(BLOCK_SIZE, policy.chunk_room(batched, spec.max_num_seqs, spec.num_draft_tokens))
         self._caching = caching
+        # For the core's `Placement`.
+        self.new_first_blocks = [block.block_hash for block in spec.inventory] if caching else []
+        self.heap_ticket = self.heap_load = 0
         self.sequences: dict[int, Sequence] = {}  # RUNNING and DRAINING, by id
         self.num_running = 0
         self._num_by_priority: Counter[int] = Counter()  # of the running
@@ -103,7 +109,7 @@ class ExecutorState:
 
     def plan(self, seq: Sequence) -> Plan | None:
         """How `seq` would be admitted here now; None where it would have to wait."""
-        if self.num_running >= self.max_num_seqs or self._is_closed:
+        if self.num_running >= self.max_num_seqs or self._is_closed_to(seq.request.priority):
             return None
         most = self._num_sharable(seq)
         matched = wanted = self.cache.num_matched(seq.hashes, most)
@@ -117,16 +123,28 @@ class ExecutorState:
 
     def knows_prefix(self, seq: Sequence) -> bool:
         """Whether the first block of `seq` is here, or being computed."""
-        return bool(seq.hashes) and (seq.hashes[0] in self._computing or self.cache.num_matched(seq.hashes, 1) > 0)
+        return bool(seq.hashes) and self.knows(seq.hashes[0])
+
+    def knows(self, block_hash: bytes) -> bool:
+        return block_hash in self._computing or self.cache.num_matched((block_hash,), 1) > 0
 
     def load(self) -> int:
         """The part of a newcomer's cost that is not its own."""
         return policy.executor_load(self._backlog + self._outstanding, self.num_running)
 
     @property
-    def _is_closed(self) -> bool:
-        """Whether a newcomer would only wait here, or take a block that a running sequence needs."""
-        return bool(self.hungry) or (self._num_prefilling >= 2 and self._backlog >= 2 * self.room)
+    def is_full(self) -> bool:
+        """Whether nobody could be admitted here but by displacing others."""
+        return bool(self.hungry) or self.num_running >= self.max_num_seqs or self.has_backlog
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether several sequences wait here for their chunks already."""
+        return self._num_prefilling >= 2 and self._backlog >= 2 * self.room
+
+    def _is_closed_to(self, priority: int) -> bool:
+        """Whether a newcomer of that class would only wait here, or take a block that one as good as it needs."""
+        return self.has_backlog or any(seq.request.priority <= priority for seq in self.hungry.values())
 
     @staticmethod
     def _num_sharable(seq: Sequence) -> int:
@@ -147,11 +165,14 @@ class ExecutorState:
                 wanted += policy.readmission_headroom(self.cache.num_blocks)
         return wanted - self.cache.num_free
 
-    def victims_for(self, seq: Sequence) -> list[Sequence]:
-        """Sequences of a lower priority class whose leaving would let `seq` in, worst first; empty if none would do."""
+    def victims_for(self, seq: Sequence) -> list[Sequence] | None:
+        """Sequences of a lower priority class whose leaving would let `seq` in, worst first; None if none would do.
+
+        None need leave where only `hungry` ones of a lower class keep the door shut.
+        """
         priority = seq.request.priority
-        if self._is_closed or not any(p > priority for p in self._num_by_priority):
-            return []
+        if self._is_closed_to(priority) or not any(p > priority for p in self._num_by_priority):
+            return None
         lower = [s for s in self.sequences.values() if s.state is State.RUNNING and s.request.priority > priority]
         lower.sort(key=lambda s: s.rank, reverse=True)
         short_blocks = self._num_short(seq, self.cache.num_matched(seq.hashes, self._num_sharable(seq)))
@@ -163,7 +184,7 @@ class ExecutorState:
             short_blocks -= self.cache.num_exclusive(victim.tables)
             short_slots -= 1
             victims.append(victim)
-        return victims if short_blocks <= 0 and short_slots <= 0 else []
+        return victims if short_blocks <= 0 and short_slots <= 0 else None
 
     def follow(self, seq: Sequence, block_hash: bytes) -> None:
         """`seq` waits outside the queue until that block is computed, or its computation is given up."""
@@ -191,6 +212,8 @@ class ExecutorState:
         self.sequences[seq_id] = seq
         self.num_running += 1
         self._num_by_priority[request.priority] += 1
+        if seq.hashes:
+            self.new_first_blocks.append(seq.hashes[0])
         for i in range(num_cached, seq.num_tokens // BLOCK_SIZE):
             self._computing.setdefault(seq.hashes[i], seq)
         self._num_prefilling += 1
@@ -316,6 +339,8 @@ class ExecutorState:
                     self._stop_computing(seq)
                     return
                 self._order_label(group_idx, table[i], block_hash)
+            if i == 0:
+                self.new_first_blocks.append(block_hash)
             seq.num_labelled = i + 1
             if self._computing.get(block_hash) is seq:
                 self._wake(block_hash)

@@ -410,6 +410,25 @@ def test_a_higher_priority_displaces_a_lower_one() -> None:
     assert world.core.stats.num_preemptions == 1
 
 
+def test_a_higher_priority_displaces_a_lower_one_that_waits_for_a_block() -> None:
+    world, link = make_world(num_blocks=12)
+    for start in (0, 1):
+        world.open(make_proto(200, start=start, max_tokens=280, priority=1))
+    executor = world.core.executor(link.link_id)
+    assert executor is not None
+    while not executor.hungry:
+        assert len(world.live) == 2
+        turn(world, link)
+    assert world.core.stats.num_preemptions == 0
+    world.open(make_proto(100, start=2, max_tokens=10, priority=1))
+    assert world.core.stats.num_preemptions == 0, "one of their own class waits"
+    urgent = world.open(make_proto(100, start=3, max_tokens=10, priority=0))
+    assert world.core.stats.num_preemptions == 1
+    assert [admit.num_tokens for admit in of(Admit, orders(world, link))] == [100]
+    world.run_to_end()
+    assert urgent.finish is FinishReason.LENGTH
+
+
 def test_memory_for_one_of_two_long_requests_serves_both() -> None:
     world, link = make_world(num_blocks=10)
     clients = [world.open(make_proto(100, start=i, max_tokens=500)) for i in range(2)]

@@ -14,6 +14,7 @@ from benchmarks.scheduler.fuzz import fuzz
 from services.scheduler.core import CoreConfig, SchedulerCore
 from services.scheduler.executor_state import ExecutorState
 from services.scheduler.orders import Prefill
+from services.scheduler.placement import cheapest_of
 from services.scheduler.sequence import Sequence
 from tests.support.sim_executor import ContractError, SimConfig, SimExecutor
 from tests.support.sim_world import World, random_action, random_run
@@ -40,6 +41,27 @@ def test_long_histories(part: int) -> None:
     num_events, num_runs = fuzz(20_000, 10_000 * part)
     assert num_events >= 20_000
     assert num_runs < 10_000, "the parts have seeds in common"
+
+
+def test_the_index_places_where_a_look_at_all_executors_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_checked = 0
+    original = SchedulerCore._cheapest_plan
+
+    def cheapest_plan(self: SchedulerCore, seq: Sequence) -> Any:
+        nonlocal num_checked
+        found = original(self, seq)
+        # A full one may still serve a better class than those that wait there: the core tries that next.
+        everyone = [
+            e for e in self._executors.values() if self._was_refused(seq) or not e.is_full or e.knows_prefix(seq)
+        ]
+        assert found == cheapest_of(everyone, seq)
+        num_checked += found is not None
+        return found
+
+    monkeypatch.setattr(SchedulerCore, "_cheapest_plan", cheapest_plan)
+    for seed in range(12):
+        random_run(random.Random(seed), 400)
+    assert num_checked > 500
 
 
 # -- planted faults: what the simulated executor is for ------------------------------------------------
