@@ -59,12 +59,17 @@ class _Segment:
 
 
 def plan_chunks(
-    chunks: Sequence[Chunk], launched: LaunchedRows, upload: StepUpload, limits: StepLimits, max_keys: int
+    chunks: Sequence[Chunk],
+    launched: LaunchedRows,
+    upload: StepUpload,
+    limits: StepLimits,
+    max_keys: int,
+    num_heads: int,
 ) -> ChunkPlan:
     """Lay out the chunks' rows behind the decode rows, and put what the device needs into `upload`.
 
     The tensors of the result are views of the upload's device memory: they hold once it was sent. `max_keys`: latents
-    that one call of the prefill form may expand; a single sequence never has more.
+    that one call of the prefill form may expand; a single sequence never has more. `num_heads`: of attention.
     """
     num_compute = launched.num_compute
     num_rows = sum(chunk.num_tokens for chunk in chunks)
@@ -101,7 +106,7 @@ def plan_chunks(
         token_ids=_put(upload, token_ids, torch.int32),
         positions=_put(upload, positions, torch.int64),
         slot_mapping=_put(upload, slots, torch.int64),
-        prefill=[_group(part, num_compute, upload) for part in _cut(prefill, max_keys)],
+        prefill=[_group(part, num_compute, num_heads, upload) for part in _cut(prefill, max_keys)],
         recomputed=[
             part for segment in recomputed for part in _recomputed(segment, num_compute, limits.max_num_seqs, upload)
         ],
@@ -130,8 +135,8 @@ def _cut(segments: Sequence[_Segment], max_keys: int) -> list[list[_Segment]]:
     return groups
 
 
-def _group(segments: Sequence[_Segment], num_compute: int, upload: StepUpload) -> PrefillGroup:
-    plan = plan_prefill([s.num_rows for s in segments], [s.end for s in segments])
+def _group(segments: Sequence[_Segment], num_compute: int, num_heads: int, upload: StepUpload) -> PrefillGroup:
+    plan = plan_prefill([s.num_rows for s in segments], [s.end for s in segments], num_heads=num_heads)
     start = num_compute + segments[0].row
     end = start + sum(s.num_rows for s in segments)
     plan = plan.on(_put(upload, plan.words, torch.int32))

@@ -102,7 +102,7 @@ class GpuEngine:
         limits, device = self._limits, self._device
         num_chunk_rows = limits.chunk_budget
         zeros = torch.zeros(num_chunk_rows, dtype=torch.int64, device=device)
-        plan = plan_prefill([num_chunk_rows], [num_chunk_rows]).to(device)
+        plan = plan_prefill([num_chunk_rows], [num_chunk_rows], num_heads=self._model.heads).to(device)
         start = limits.max_num_seqs
         group = PrefillGroup(start, start + num_chunk_rows, plan, num_chunk_rows, None, None)
         rows = ChunkRows(zeros.int(), zeros, zeros - 1, [group], [])
@@ -149,7 +149,9 @@ class GpuEngine:
             changes, changes_at = upload.reserve(2 * num_changes)
             num_changes = self.rows.changes(changes.reshape(-1, 2))
         self._sampler.put(upload)
-        plan = plan_chunks(chunks, rows, upload, self._limits, self._model.max_keys) if chunks else None
+        plan = (
+            plan_chunks(chunks, rows, upload, self._limits, self._model.max_keys, self._model.heads) if chunks else None
+        )
         events = self._events[self._turn]
         events.begin()
         upload.send()

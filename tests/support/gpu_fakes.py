@@ -27,6 +27,7 @@ class FakeGpuModel(FakeModel):
         self.device = torch.device("cpu")
         self.config = SimpleNamespace(hidden_size=8)
         self.max_keys = max_keys
+        self.heads = 4
         embedding = torch.arange(VOCAB, dtype=torch.bfloat16)[:, None].repeat(1, 8)
         self.weights = SimpleNamespace(embedding=embedding)
         self.x = torch.full((max_rows, 8), torch.nan, dtype=torch.bfloat16)
