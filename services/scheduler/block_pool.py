@@ -14,13 +14,14 @@ class BlockPool:
     among cached blocks a child always stands before its parent: leaves are evicted first.
     """
 
-    __slots__ = ("_blank", "_by_hash", "_cached", "_hashes", "_refs", "num_blocks", "num_evicted")
+    __slots__ = ("_blank", "_by_hash", "_cached", "_evicted", "_hashes", "_refs", "num_blocks", "num_evicted")
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be >= 1, got {num_blocks}")
         self.num_blocks = num_blocks
         self.num_evicted = 0
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()  # the latest, at most as many as there are blocks
         self._refs = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
@@ -69,8 +70,7 @@ class BlockPool:
                 block_id = self._blank.pop()
             else:
                 block_id, _ = self._cached.popitem(last=False)
-                self._forget(block_id)
-                self.num_evicted += 1
+                self._evict(block_id)
             self._refs[block_id] = 1
             ids.append(block_id)
         return ids
@@ -133,6 +133,18 @@ class BlockPool:
         self._cached = taken
         self._blank = [b for b in range(self.num_blocks - 1, -1, -1) if b not in taken]
         return len(taken)
+
+    def was_evicted(self, block_hash: bytes) -> bool:
+        """Whether a block with that identity was given up lately."""
+        return block_hash in self._evicted
+
+    def _evict(self, block_id: int) -> None:
+        if (block_hash := self._hashes[block_id]) is not None:
+            self._evicted[block_hash] = None
+            if len(self._evicted) > self.num_blocks:
+                self._evicted.popitem(last=False)
+        self._forget(block_id)
+        self.num_evicted += 1
 
     def _forget(self, block_id: int) -> None:
         block_hash = self._hashes[block_id]

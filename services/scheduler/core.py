@@ -38,6 +38,7 @@ from .executor_state import ExecutorState, Plan
 from .kv_cache import blocks_for
 from .orders import Order
 from .placement import Placed, Placement, cheapest_of
+from .prefix_memory import PrefixMemory
 from .sequence import Sequence, State
 from .stats import CoreStats, Occupancy
 from .stream_events import (
@@ -82,6 +83,7 @@ class SchedulerCore:
         self.model: ModelSpec | None = None  # the last one served, also while no executor is connected
         self._executors: dict[int, ExecutorState] = {}
         self._placement = Placement()
+        self._prefixes = PrefixMemory()
         self._streams: dict[int, Sequence] = {}
         self._by_request: dict[tuple[str, int], Sequence] = {}  # (request id, choice): attempts of one meet here
         self._running_by_priority: Counter[int] = Counter()
@@ -446,17 +448,24 @@ class SchedulerCore:
 
     def _admit(self, executor: ExecutorState, seq: Sequence, plan: Plan) -> None:
         self._num_seq_ids += 1
+        miss, diverged_at = "", None
+        if self._config.enable_prefix_caching and plan.num_sharable_blocks:
+            if plan.num_cached_blocks < plan.num_sharable_blocks:
+                miss, diverged_at = self._prefixes.why_missed(seq, plan.num_cached_blocks, executor.cache)
+            self._prefixes.remember(seq)
         executor.admit(seq, self._num_seq_ids, plan)
         self._note_running(seq, 1)
         self._placement.refresh(executor)
         self._touch(executor)
         request = seq.request
         num_cached = min(seq.num_computed, request.num_prompt_tokens)
-        self._events.append(StreamAdmitted(seq.stream_id, seq.seq_id, seq.num_computed))
+        self._events.append(StreamAdmitted(seq.stream_id, seq.seq_id, seq.num_computed, miss, diverged_at))
         seq.is_new = seq.was_parked = False
         if seq.started:
             return
         seq.started = True
+        if miss:
+            self.stats.num_prefix_misses[miss] += 1
         self.stats.num_cached_prompt_tokens += num_cached
         self.stats.num_computed_prompt_tokens += request.num_prompt_tokens - num_cached
         self.stats.queue_times_s.append(self._now_s - seq.arrival_s)

@@ -20,6 +20,7 @@ class Plan:
     """What admitting a sequence here would mean. `follow` names a block that another is still computing."""
 
     num_cached_blocks: int
+    num_sharable_blocks: int  # that could have been cached
     follow: bytes | None
     cost: int
 
@@ -116,10 +117,10 @@ class ExecutorState:
         while wanted < most and seq.hashes[wanted] in self._computing:
             wanted += 1
         if wanted > matched:
-            return Plan(matched, seq.hashes[wanted - 1], self._cost(seq, wanted))
+            return Plan(matched, most, seq.hashes[wanted - 1], self._cost(seq, wanted))
         if self._num_short(seq, matched) > 0:
             return None
-        return Plan(matched, None, self._cost(seq, matched))
+        return Plan(matched, most, None, self._cost(seq, matched))
 
     def knows_prefix(self, seq: Sequence) -> bool:
         """Whether the first block of `seq` is here, or being computed."""

@@ -53,6 +53,10 @@ class KvCache:
             most = max(most, sum(1 for block_id in ids if block_id is not None and not pool.is_held(block_id)))
         return most
 
+    def was_evicted(self, block_hash: bytes) -> bool:
+        """Whether a group gave up the block with that identity lately."""
+        return any(pool.was_evicted(block_hash) for pool in self.pools)
+
     def share(self, hashes: Sequence[bytes]) -> BlockTables:
         return [pool.share(hashes) for pool in self.pools]
 

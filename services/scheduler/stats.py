@@ -14,6 +14,7 @@ class CoreStats:
     num_generated_tokens: int = 0
     num_cached_prompt_tokens: int = 0  # at first admission
     num_computed_prompt_tokens: int = 0
+    num_prefix_misses: Counter[str] = field(default_factory=Counter)  # by reason, a first admission each
     num_paused_steps: int = 0  # sequence-steps that waited for an Extend
     num_finished: Counter[str] = field(default_factory=Counter)  # by reason
     queue_times_s: list[float] = field(default_factory=list)  # since telemetry took them last

@@ -60,6 +60,8 @@ class StreamAdmitted(NamedTuple):
     stream_id: int
     seq_id: int
     num_cached_tokens: int
+    miss: str = ""  # why not more of it was cached; "" where all that could be was
+    diverged_at: int | None = None  # the first token that is not as in the latest history that began alike
 
 
 class StreamPreempted(NamedTuple):

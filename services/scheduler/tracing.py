@@ -59,9 +59,15 @@ class RequestTrace:
             self._in_decode = False
             self._enter("scheduler.prefill")
             self._span.set_attribute(t.ATTR_SEQ_ID, event.seq_id)
-            self._span.add_event(
-                "admitted", {t.ATTR_SEQ_ID: event.seq_id, t.ATTR_CACHED_TOKENS: event.num_cached_tokens}
-            )
+            what: dict[str, int | str] = {
+                t.ATTR_SEQ_ID: event.seq_id,
+                t.ATTR_CACHED_TOKENS: event.num_cached_tokens,
+            }
+            if event.miss:
+                what[t.ATTR_PREFIX_MISS] = event.miss
+            if event.diverged_at is not None:
+                what[t.ATTR_DIVERGED_AT] = event.diverged_at
+            self._span.add_event("admitted", what)
         elif isinstance(event, StreamStarted):
             self._span.set_attribute(t.ATTR_CACHED_TOKENS, event.num_cached_tokens)
             self._span.set_attribute(t.ATTR_QUEUE_TIME_S, event.queue_time_us * 1e-6)

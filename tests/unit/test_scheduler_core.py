@@ -22,7 +22,7 @@ from rorqual.v1 import common_pb2, executor_pb2, generation_pb2
 from services.scheduler.core import CoreConfig
 from services.scheduler.events import ExecutorConnected
 from services.scheduler.orders import Admit, Drop, Extend, Label, Order, Prefill
-from services.scheduler.stream_events import FinishReason, StreamFinished, StreamTokens
+from services.scheduler.stream_events import FinishReason, StreamAdmitted, StreamFinished, StreamTokens
 from services.scheduler.wire import reported_from_proto, spec_from_hello
 from tests.support.sim_executor import SimConfig, SimExecutor
 from tests.support.sim_world import Client, Link, World
@@ -161,6 +161,40 @@ def test_a_prompt_that_only_hits_leaves_a_token_to_compute() -> None:
     world.open(make_proto(128, request_id="again"))
     (admit,) = of(Admit, turn(world, link))
     assert admit.num_cached_tokens == 64
+
+
+def test_the_admission_says_why_a_prefix_missed() -> None:
+    admitted: list[StreamAdmitted] = []
+
+    def why(
+        num_prompt: int, *, start: int = 0, tail: tuple[int, ...] = (), salt: str = ""
+    ) -> tuple[int, str, int | None]:
+        proto = make_proto(num_prompt, start=start, max_tokens=1, request_id=f"w{len(admitted)}", cache_salt=salt)
+        proto.token_ids += pack_token_ids(tail)
+        proto.num_prompt_tokens += len(tail)
+        world.open(proto)
+        world.run_to_end()
+        return admitted[-1].num_cached_tokens, admitted[-1].miss, admitted[-1].diverged_at
+
+    world, link = make_world(num_blocks=12)
+    take = world._take
+
+    def keep(events: list[Any]) -> None:
+        admitted.extend(event for event in events if isinstance(event, StreamAdmitted))
+        take(events)
+
+    world._take = keep  # type: ignore[method-assign]
+    assert why(200) == (0, "never seen", None)
+    assert why(200) == (192, "", None)
+    assert why(200, salt="another") == (0, "salt", None)
+    assert why(150, tail=(5,) * 60) == (128, "diverged", 150)
+    assert why(200, tail=(5,) * 200) == (192, "diverged", 192), "the latest that began alike left earlier"
+    assert why(760, start=1) == (0, "never seen", None)
+    assert why(200) == (0, "evicted", None)
+    world.connect(make_sim(executor_id="other", num_blocks=100))
+    world.lose(link, keep_cache=False)
+    assert why(200) == (0, "elsewhere", None)
+    assert why(40) == (0, "", None), "no full block, nothing to find"
 
 
 def test_generated_tokens_are_found_by_the_next_turn_of_a_chat() -> None:
