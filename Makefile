@@ -18,7 +18,7 @@ VENV := .venv/bin
 PYTHON_PACKAGES := rorqual services gateway executor
 export PYTHON TORCH_INDEX
 
-.PHONY: help serve test test-gpu lint types protos check-protos kernels bench-cpu bench-gpu bench-formats fuzz-scheduler eval-tiny setup setup-dev clean
+.PHONY: help serve test test-gpu lint types protos check-protos kernels bench-cpu bench-gpu bench-formats bench-control-plane bench-scheduler fuzz-scheduler eval-tiny setup setup-dev clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -71,6 +71,12 @@ bench-gpu: setup-dev kernels  ## kernels against their rooflines, then serving, 
 
 bench-formats: setup-dev  ## CPU time a token of the chat formats' parsers, and of a prompt of 100k tokens
 	@PYTHONPATH=. $(VENV)/python benchmarks/formats/bench_formats.py $(FLAGS)
+
+bench-control-plane: setup-dev  ## CPU time a token and added latency of scheduler, tokenizer and gateway at 1 to 1,024 streams
+	@$(VENV)/python benchmarks/serving/bench_control_plane.py $(FLAGS)
+
+bench-scheduler: setup-dev  ## what a decision costs with up to 512 executors and 100,000 queued requests
+	@PYTHONPATH=. $(VENV)/python -m benchmarks.scheduler.bench_scale $(FLAGS)
 
 fuzz-scheduler: setup-dev  ## the scheduler core under random events, all accounts checked after each (EVENTS=10000000 SEED=0)
 	@PYTHONPATH=. $(VENV)/python -m benchmarks.scheduler.fuzz --events $(EVENTS) --seed $(SEED)
