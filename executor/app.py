@@ -20,9 +20,11 @@ import torch
 from rorqual.core.blocks import BLOCK_SIZE
 from rorqual.core.config import ExecutorConfig
 from rorqual.core.errors import ConfigError, InternalError
+from rorqual.grammar import open_engine
 from rorqual.telemetry import Telemetry
 from rorqual.v1 import common_pb2, executor_pb2
 
+from .constraint import Constraints
 from .gpu.backend import GpuBackend, why_not
 from .kv_cache import LatentCache
 from .link import PROTOCOL_VERSION, SchedulerLink
@@ -174,7 +176,8 @@ async def serve(prepared: Prepared, stop: asyncio.Event, ready_file: str = "") -
     """Connect and step until `stop` is set. Raises LinkRefusedError, and InternalError if the step loop ended."""
     config = prepared.config
     executor_id = uuid.uuid4().hex
-    model_name = config.served_model_name or (Path(config.model) if config.model else SHIPPED_MODEL).resolve().name
+    path = Path(config.model) if config.model else SHIPPED_MODEL
+    model_name = config.served_model_name or path.resolve().name
     telemetry = Telemetry("executor", config.telemetry, instance=executor_id)
     observer = StepObserver(telemetry, model_name)
     backend, cache = prepared.backend, prepared.cache
@@ -186,6 +189,9 @@ async def serve(prepared: Prepared, stop: asyncio.Event, ready_file: str = "") -
         deterministic=config.deterministic,
     )
     loop = backend.make_loop(cache, limits, traced=telemetry.enabled)
+    grammars = open_engine(path, limits.vocab_size) if loop.takes_grammars else None
+    if grammars is not None:
+        loop.use_constraints(Constraints(grammars, limits.vocab_size))
     event_loop = asyncio.get_running_loop()
     crashed: asyncio.Future[BaseException] = event_loop.create_future()
     loop.on_crash = lambda error: _set_from_thread(event_loop, crashed, error)
@@ -205,6 +211,7 @@ async def serve(prepared: Prepared, stop: asyncio.Event, ready_file: str = "") -
             block_bytes=cache.bytes_per_block,
             ledger=ledger,
             device=cache.device,
+            takes_grammars=grammars is not None,
         )
 
         def connected() -> None:
@@ -260,6 +267,7 @@ def make_hello(
     block_bytes: int,
     ledger: Ledger,
     device: torch.device,
+    takes_grammars: bool = False,
 ) -> executor_pb2.Hello:
     """What this executor is; the inventory is added at each connect."""
     return executor_pb2.Hello(
@@ -281,6 +289,7 @@ def make_hello(
             vocab_size=model.vocab_size,
             fingerprint=fingerprint,
             deterministic=config.deterministic,
+            takes_grammars=takes_grammars,
         ),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

@@ -23,6 +23,7 @@ import torch
 from rorqual.core.blocks import BLOCK_SIZE
 from rorqual.v1 import common_pb2
 
+from .constraint import Constraints
 from .inventory import BlockInventory, InventoryEntry
 from .orders import Admit, Copy, Drop, Extend, Ids, Label, OrderBatch, OrderError, Prefill
 from .reports import EndedSequence, Outbox, StepOutput, StepStats
@@ -104,6 +105,8 @@ class Chunk:
 class OrderLoop(abc.ABC):
     """Standing orders in, tokens out."""
 
+    takes_grammars = False  # whether its steps keep to them
+
     def __init__(
         self,
         kv_cache: KvCache,
@@ -131,9 +134,11 @@ class OrderLoop(abc.ABC):
         self.on_output: Callable[[], None] = lambda: None  # called from the loop's thread: something to report
         self.on_order_error: Callable[[OrderError], None] = lambda error: None
         self.on_crash: Callable[[BaseException], None] = lambda error: None
+        self._constraints = Constraints(None, limits.vocab_size)
 
         self._sequences: dict[int, Seq] = {}
         self._chunks: deque[Chunk] = deque()
+        self._held: list[Chunk] = []  # last chunks of sequences whose grammar is not compiled yet
         self._ready: deque[Seq] = deque()  # may decode, wait for a row
         self._step_id = 0
         self._last_batch_id = 0
@@ -142,6 +147,7 @@ class OrderLoop(abc.ABC):
         self._pending: deque[OrderBatch] = deque()
         self._reset_request: Future[list[InventoryEntry]] | None = None
         self._stopping = False
+        self._released = False  # a grammar was compiled: chunks that are held may run
         self._refusing = False  # an order error ended the link: nothing is applied before the next reset
         self._step_started_s = 0.0
         self._thread: threading.Thread | None = None
@@ -154,7 +160,17 @@ class OrderLoop(abc.ABC):
         """Wait for a step that was launched and not yet looked at; False where there is none."""
         return False
 
+    def use_constraints(self, constraints: Constraints) -> None:
+        """Compile the grammars of sequences; called before `start`."""
+        self._constraints = constraints
+        constraints.on_ready = self._grammar_ready
+
     # Called from other threads.
+
+    def _grammar_ready(self) -> None:
+        with self._wake:
+            self._released = True
+            self._wake.notify()
 
     def start(self, prepare: Callable[[], T]) -> Future[T]:
         """Run `prepare` on the loop's thread, then step. Resolves to what `prepare` returned."""
@@ -206,7 +222,7 @@ class OrderLoop(abc.ABC):
                 if self.run_once():
                     continue
                 with self._wake:
-                    while not (self._pending or self._reset_request or self._stopping):
+                    while not (self._pending or self._reset_request or self._stopping or self._released):
                         self._wake.wait()
         except BaseException as error:
             _log.critical("the step loop ended", exc_info=error)
@@ -222,6 +238,8 @@ class OrderLoop(abc.ABC):
         applied = self._apply_pending() if self._pending else False
         if self._ready:
             self._fill_rows()
+        if self._released:
+            self._release_chunks()
         chunks = self._take_chunks() if self._chunks else []
         if not chunks and not self._rows.num_rows:
             if applied:
@@ -239,6 +257,7 @@ class OrderLoop(abc.ABC):
         for sequence in list(self._sequences.values()):
             self._end(sequence, "link lost")
         self._chunks.clear()
+        self._held.clear()
         self._ready.clear()
         self._last_batch_id = 0
         self._refusing = False
@@ -299,7 +318,12 @@ class OrderLoop(abc.ABC):
                 f"sequence {order.seq_id} may grow to {max(order.num_tokens, order.max_total_tokens)} tokens; "
                 f"this executor takes {self._limits.max_model_len}"
             )
-        sequence = Seq(order, self._limits.vocab_size)
+        constraint = None
+        if order.sampling.grammar is not None:
+            constraint = self._constraints.begin(
+                order.sampling.grammar, order.sampling.stop_token_ids, order.sampling.min_tokens
+            )
+        sequence = Seq(order, self._limits.vocab_size, constraint)
         self._check_limit(sequence)
         self._sequences[order.seq_id] = sequence
         num_shared = order.num_cached_tokens // BLOCK_SIZE
@@ -415,6 +439,9 @@ class OrderLoop(abc.ABC):
             if not chunk.sequence.is_live:
                 self._chunks.popleft()
                 continue
+            if chunk.is_last and chunk.sequence.constraint is not None and not chunk.sequence.constraint.is_ready:
+                self._held.append(self._chunks.popleft())
+                continue
             if chunk.num_tokens > budget or (chunk.is_last and free_rows <= 0):
                 break
             self._chunks.popleft()
@@ -423,6 +450,16 @@ class OrderLoop(abc.ABC):
             free_rows -= chunk.is_last
         return taken
 
+    def _release_chunks(self) -> None:
+        """Chunks whose sequence's grammar has been compiled run next. (Nobody has built upon their blocks meanwhile: a
+        prefix is taken up only after the report that it was computed.)"""
+        self._released = False
+        ready = [
+            chunk for chunk in self._held if chunk.sequence.constraint is None or chunk.sequence.constraint.is_ready
+        ]
+        self._held = [chunk for chunk in self._held if chunk not in ready]
+        self._chunks.extendleft(reversed(ready))
+
     def _finish(self, sequence: Seq, reason: common_pb2.FinishReason, output: StepOutput) -> None:
         output.finish[sequence.seq_id] = reason
         self._end(sequence, "stop" if reason == STOP else "length")
@@ -430,6 +467,8 @@ class OrderLoop(abc.ABC):
     def _fault(self, sequence: Seq, position: int, output: StepOutput) -> None:
         """A numerical fault ends the sequence alone; labels that its blocks had are not to be trusted."""
         message = f"the logits after position {position} are not finite (NaN or infinity) at step {self._step_id}"
+        if sequence.constraint is not None and sequence.constraint.error:
+            message = sequence.constraint.error
         _log.error("sequence %d: %s", sequence.seq_id, message)
         output.faults.append((sequence.seq_id, message))
         self._end(sequence, "error")

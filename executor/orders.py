@@ -12,6 +12,7 @@ from rorqual.core.blocks import HASH_BYTES
 from rorqual.core.errors import PreconditionError
 from rorqual.v1 import common_pb2, executor_pb2
 
+from .constraint import GrammarSpec
 from .sampler import SamplingSpec
 
 Ids = npt.NDArray[np.int64]
@@ -137,7 +138,7 @@ def _read_admit(admit: executor_pb2.Admit) -> Admit:
         )
     sampling = read_sampling(admit.sampling)
     if sampling.needs_history and known.size < admit.num_cached_tokens:
-        raise OrderError(f"sequence {admit.seq_id} has penalties: its cached tokens must be named")
+        raise OrderError(f"sequence {admit.seq_id} has penalties or a grammar: its cached tokens must be named")
     return Admit(
         seq_id=admit.seq_id,
         num_tokens=admit.num_tokens,
@@ -170,7 +171,12 @@ def read_sampling(proto: common_pb2.SamplingParams) -> SamplingSpec:
         min_tokens=proto.min_tokens,
         logprobs=proto.logprobs if proto.HasField("logprobs") else None,
         prompt_logprobs=proto.prompt_logprobs if proto.HasField("prompt_logprobs") else None,
+        grammar=_read_grammar(proto.grammar) if proto.HasField("grammar") else None,
     )
+
+
+def _read_grammar(proto: common_pb2.Grammar) -> GrammarSpec:
+    return GrammarSpec(proto.text, proto.after_token_id if proto.HasField("after_token_id") else None)
 
 
 def _block_ids(tables: Sequence[executor_pb2.BlockTable]) -> Ids:

@@ -4,6 +4,7 @@ The definition, for a row of float32 logits l (over the vocabulary), its paramet
 
 1. l += logit_bias; repetition penalty r over prompt and generated tokens (l > 0: l / r, else l * r); minus
    frequency_penalty * count + presence_penalty for generated tokens; stop tokens are impossible before min_tokens.
+   Where the sequence has a grammar, tokens that it does not allow are impossible; it decides of stop tokens too.
 2. temperature 0 (below 1e-5): the largest l, the lowest id among equals. Otherwise p = softmax(l / T) in float32.
 3. Truncation keeps a prefix of the tokens in descending order of p (equals: lower id first): at most top_k of them;
    of these the shortest prefix whose share of their mass is at least top_p; of these those with p >= min_p * max p.
@@ -22,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .constraint import Constraint, GrammarSpec
 from .random_numbers import uniforms
 
 _GREEDY, _PLAIN, _TRUNCATED = 0, 1, 2
@@ -58,28 +60,36 @@ class SamplingSpec:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: GrammarSpec | None = None
 
     @property
     def needs_history(self) -> bool:
         """Whether the tokens so far enter the choice."""
+        return self.grammar is not None or self.has_penalties
+
+    @property
+    def has_penalties(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
 class LogitAdjuster:
     """Step 1 of the definition for one sequence: it remembers what the penalties count."""
 
-    def __init__(self, spec: SamplingSpec, vocab_size: int) -> None:
+    def __init__(self, spec: SamplingSpec, vocab_size: int, constraint: Constraint | None = None) -> None:
         self._spec = spec
+        self.constraint = constraint
         bias = {i: b for i, b in spec.logit_bias.items() if i < vocab_size and b != 0.0}
         self._bias_ids = np.fromiter(bias.keys(), np.int64, len(bias))
         self._biases = np.fromiter(bias.values(), np.float32, len(bias))
         self._stop_ids = np.array([i for i in spec.stop_token_ids if i < vocab_size], np.int64)
         # Of generated tokens the count, and whether a token occurred at all; made only where a penalty asks.
-        self._counts = np.zeros(vocab_size, np.float32) if spec.needs_history else None
-        self._seen = np.zeros(vocab_size, np.bool_) if spec.needs_history else None
+        self._counts = np.zeros(vocab_size, np.float32) if spec.has_penalties else None
+        self._seen = np.zeros(vocab_size, np.bool_) if spec.has_penalties else None
 
     def observe(self, token_ids: Int64s | Sequence[int], num_prompt: int = 0) -> None:
         """Tokens that joined the history; the first `num_prompt` of them are the prompt's."""
+        if self.constraint is not None:
+            self.constraint.observe(token_ids[num_prompt:])  # type: ignore[arg-type]
         if self._counts is None or self._seen is None:
             return
         ids = np.asarray(token_ids, np.int64)
@@ -97,6 +107,7 @@ class LogitAdjuster:
         """Whether `adjust` would change anything when so many tokens have been generated."""
         return (
             self._counts is not None
+            or self.constraint is not None
             or self._bias_ids.size > 0
             or (num_generated < self._spec.min_tokens and self._stop_ids.size > 0)
         )
@@ -115,7 +126,9 @@ class LogitAdjuster:
                 logits[made] -= self._counts[made] * np.float32(spec.frequency_penalty) + np.float32(
                     spec.presence_penalty
                 )
-        if num_generated < spec.min_tokens:
+        if self.constraint is not None:
+            self.constraint.mask(logits, num_generated)
+        elif num_generated < spec.min_tokens:
             logits[self._stop_ids] = -np.inf
 
 

@@ -12,6 +12,7 @@ import torch
 from rorqual.core.blocks import BLOCK_SIZE
 from rorqual.v1 import common_pb2
 
+from .constraint import Constraint
 from .logprobs import TokenLogprob
 from .orders import Admit, Ids
 from .sampler import LogitAdjuster, Sampler, SamplingSpec
@@ -36,6 +37,7 @@ class Sequence:
         "_table",
         "adjuster",
         "admit",
+        "constraint",
         "is_live",
         "is_paused",
         "last_token",
@@ -49,8 +51,9 @@ class Sequence:
         "trace",
     )
 
-    def __init__(self, admit: Admit, vocab_size: int) -> None:
+    def __init__(self, admit: Admit, vocab_size: int, constraint: Constraint | None = None) -> None:
         self.admit = admit
+        self.constraint = constraint
         self.num_tokens = admit.num_tokens
         self.num_queued = admit.num_cached_tokens  # positions below it are cached, or in chunks that were ordered
         self.limit = admit.limit
@@ -62,7 +65,7 @@ class Sequence:
         self.num_blocks = 0
         self._table = torch.zeros(max(8, admit.block_ids.size), dtype=torch.int32)
         self.append_blocks(admit.block_ids)
-        adjuster = LogitAdjuster(admit.sampling, vocab_size)
+        adjuster = LogitAdjuster(admit.sampling, vocab_size, constraint)
         self.adjuster = adjuster if adjuster.is_active(self.num_generated) else None
         self.observe(admit.known_token_ids, 0)
         # Of the last row of a chunk that ends inside the prompt, until the next chunk says what follows it: its logits,
@@ -116,7 +119,7 @@ class Sequence:
         self.num_blocks = end
 
     def observe(self, token_ids: Ids, start: int) -> None:
-        """History tokens from position `start` on became known: what penalties count."""
+        """History tokens from position `start` on became known: what penalties and the grammar look at."""
         if self.adjuster is not None and self.spec.needs_history and token_ids.size:
             self.adjuster.observe(token_ids, min(max(self.num_prompt_tokens - start, 0), token_ids.size))
 
@@ -124,6 +127,8 @@ class Sequence:
     def ended_before(self) -> Literal["stop", "length"] | None:
         """How the history that was admitted, its last token known, had ended already: nothing may follow it."""
         if self.num_generated > self.spec.min_tokens and self.last_token in self.stop_token_ids:
+            return "stop"
+        if self.constraint is not None and self.constraint.has_ended:
             return "stop"
         return "length" if self.num_tokens >= self.admit.max_total_tokens else None
 

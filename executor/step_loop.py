@@ -35,6 +35,8 @@ class Model(Protocol):
 class StepLoop(OrderLoop):
     """Steps one after the other: a step's tokens are known before the next begins."""
 
+    takes_grammars = True
+
     def __init__(
         self,
         model: Model,
@@ -129,6 +131,7 @@ class StepLoop(OrderLoop):
                 segments.append(Segment(row, edge - start, start, table, Form.PREFILL))
             if edge < end:
                 segments.append(Segment(row + edge - start, end - edge, edge, table, Form.DECODE))
+            sequence.observe(chunk.token_ids, start)
             if chunk.is_last:
                 sequence.last_token = int(chunk.token_ids[-1])
                 if sequence.ended_before is None:
@@ -161,7 +164,6 @@ class StepLoop(OrderLoop):
         for chunk in chunks:
             sequence = chunk.sequence
             output.computed[sequence.seq_id] = chunk.end
-            sequence.observe(chunk.token_ids, chunk.start)
             if sequence.trace is not None:
                 self._trace_chunk(sequence.trace, chunk)
             if not chunk.is_last:
@@ -193,10 +195,15 @@ class StepLoop(OrderLoop):
         if decode.with_logprobs:
             self._token_logprobs(logits, tokens, sound, output)
         for item in adjustments:
-            item.adjuster.observe(tokens[item.row : item.row + 1])
+            if sound[item.row]:
+                item.adjuster.observe(tokens[item.row : item.row + 1])
             if not item.adjuster.is_active(item.num_generated + 1):
                 del decode.adjusted[decode.sequences[item.row].seq_id]
         halted, stopped = decode.advance(tokens)
+        for item in adjustments:
+            constraint = item.adjuster.constraint
+            if constraint is not None and sound[item.row] and constraint.has_ended:
+                halted[item.row] = stopped[item.row] = True
         output.seq_ids, output.token_ids = decode.seq_ids[:n].copy(), tokens
         if not sound.all():
             output.seq_ids, output.token_ids = output.seq_ids[sound], tokens[sound]

@@ -17,6 +17,7 @@ from ..context import GatewayContext
 from ..upstream.replicas import CALL_TIMEOUT_S
 from . import chat, completions, response_request
 from .answer_schema import Detokenized, ModelList, ModelObject, Tokenized
+from .constraint import constraint_name
 from .conversation import chat_request
 from .fields import BodyReader, ignored_header, invalid
 from .response_answer import ResponsesAnswer
@@ -39,6 +40,7 @@ async def chat_completions(context: GatewayContext, exchange: Exchange) -> None:
         body, unknown = chat.READER.read(await exchange.body(context.config.max_body_bytes))
         begin(context, exchange, span, body.model, unknown)
         command = chat.chat_command(body, exchange.request_id)
+        exchange.errors = replace(exchange.errors, rename=constraint_name(body))
         options = answer_options(context, exchange, body, "chatcmpl-")
         answer = chat.ChatAnswer(options)
         echo = body.prompt_logprobs is not None
@@ -51,6 +53,7 @@ async def text_completions(context: GatewayContext, exchange: Exchange) -> None:
         body, unknown = completions.READER.read(await exchange.body(context.config.max_body_bytes))
         begin(context, exchange, span, body.model, unknown)
         commands = completions.completion_commands(body, exchange.request_id)
+        exchange.errors = replace(exchange.errors, rename=constraint_name(body))
         options = answer_options(context, exchange, body, "cmpl-", len(commands))
         answer = completions.CompletionAnswer(options)
         echo = bool(body.echo) or body.prompt_logprobs is not None

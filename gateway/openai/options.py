@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rorqual.v1 import common_pb2, text_pb2
 
+from .constraint import constraint_of
 from .fields import invalid, refuse
 from .schema import MAX_STOP_BYTES, GenerationFields
 
@@ -57,6 +58,9 @@ def text_options(body: GenerationFields, request_id: str, max_tokens: int | None
         skip_special_tokens=body.skip_special_tokens,
         return_prompt_token_ids=bool(body.return_token_ids),
     )
+    constraint = constraint_of(body)
+    if constraint is not None:
+        options.constraint.CopyFrom(constraint[1])
     if body.prompt_logprobs is not None:
         options.sampling.prompt_logprobs = body.prompt_logprobs
     return options

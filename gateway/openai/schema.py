@@ -15,6 +15,8 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_MESSAGES = 16_384
 MAX_PROMPTS = 2048
 
+NULL = Raw(b"null")
+
 Unit = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=0, le=2**32 - 1)]
@@ -62,6 +64,34 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     metadata: Metadata | None = None
 
 
+class JsonSchemaFormat(msgspec.Struct):
+    """`strict` changes nothing: a schema is always kept to."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: Raw = msgspec.field(default_factory=lambda: NULL)
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct):
+    """vLLM's: one of the first five."""
+
+    json: Raw = msgspec.field(default_factory=lambda: NULL)
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None  # refused
+    disable_any_whitespace: bool | None = None  # refused
+    disable_additional_properties: bool | None = None  # refused
+    whitespace_pattern: str | None = None  # refused
+
+
 class GenerationFields(SamplingFields, kw_only=True):
     """What chat and text completions have in common."""
 
@@ -69,6 +99,12 @@ class GenerationFields(SamplingFields, kw_only=True):
     best_of: int | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: TopCount | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Raw = msgspec.field(default_factory=lambda: NULL)
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class ContentPart(msgspec.Struct):

@@ -58,7 +58,8 @@ class GenerationServiceServicer:
 
     def Generate(self, request, context):
         """Generate continues one history to its end. Cancelling the call frees its KV blocks.
-        INVALID_ARGUMENT: EMPTY_PROMPT, PROMPT_TOO_LONG, TOKEN_OUT_OF_RANGE, INVALID_SAMPLING.
+        INVALID_ARGUMENT: EMPTY_PROMPT, PROMPT_TOO_LONG, TOKEN_OUT_OF_RANGE, INVALID_SAMPLING,
+        UNSUPPORTED_CONSTRAINT (a grammar, where executors take none).
         RESOURCE_EXHAUSTED: QUEUE_FULL (retry later), KV_CACHE_TOO_SMALL (the request can never fit).
         DEADLINE_EXCEEDED: time_left_us ran out. ABORTED: SUPERSEDED by a higher attempt.
         """

@@ -21,7 +21,8 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
     wants_prompt_logprobs: bool = False
-    needs_known_tokens: bool = False  # penalties count tokens of a cached prefix too
+    needs_known_tokens: bool = False  # penalties and grammars look at tokens of a cached prefix too
+    has_grammar: bool = False
     largest_ids: tuple[tuple[str, int], ...] = ()  # (field, largest token id in it): must be below the vocabulary
     priority: int = 0
     cache_salt: str = ""
@@ -66,6 +67,7 @@ class ModelSpec:
     vocab_size: int
     fingerprint: bytes
     deterministic: bool = False
+    takes_grammars: bool = False
 
 
 @dataclass(frozen=True, slots=True)

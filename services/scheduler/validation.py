@@ -27,6 +27,12 @@ def check_against_model(request: Request, num_tokens: int, model: ModelSpec) -> 
                 field=field,
                 metadata={"token_id": str(largest), "vocab_size": str(model.vocab_size)},
             )
+    if request.has_grammar and not model.takes_grammars:
+        return InvalidRequestError(
+            "sampling.grammar: the executors that serve this model take no grammars",
+            reason="UNSUPPORTED_CONSTRAINT",
+            field="sampling.grammar",
+        )
     return None
 
 

@@ -76,7 +76,9 @@ def request_from_proto(
             sampling.presence_penalty
             or sampling.frequency_penalty
             or (sampling.HasField("repetition_penalty") and sampling.repetition_penalty != 1.0)
+            or sampling.HasField("grammar")
         ),
+        has_grammar=sampling.HasField("grammar"),
         largest_ids=_largest_ids(proto),
         priority=proto.priority,
         cache_salt=proto.cache_salt,
@@ -235,6 +237,7 @@ def spec_from_hello(hello: executor_pb2.Hello) -> ExecutorSpec:
             vocab_size=hello.model.vocab_size,
             fingerprint=hello.model.fingerprint,
             deterministic=hello.model.deterministic,
+            takes_grammars=hello.model.takes_grammars,
         ),
         groups=tuple(GroupSpec(g.name, g.num_blocks, g.block_bytes) for g in hello.cache_groups),
         max_num_seqs=hello.max_num_seqs,
@@ -359,4 +362,5 @@ def model_to_proto(model: ModelSpec) -> common_pb2.ModelInfo:
         vocab_size=model.vocab_size,
         fingerprint=model.fingerprint,
         deterministic=model.deterministic,
+        takes_grammars=model.takes_grammars,
     )

@@ -9,6 +9,7 @@ from opentelemetry.sdk.trace.export import SpanExporter
 
 from rorqual.core.clock import Clock, SystemClock
 from rorqual.core.config import TokenizerConfig
+from rorqual.grammar import open_engine
 from rorqual.rpc.channel import open_channel
 from rorqual.rpc.server import RpcServer
 from rorqual.telemetry import Telemetry
@@ -38,6 +39,7 @@ class TokenizerApp:
         folder = Path(config.model) if config.model else _EMBEDDED_MODEL
         self._checkpoint = read_checkpoint(folder, chat_template_file=config.chat_template)
         self._vocabulary = Vocabulary(self._checkpoint)
+        self._grammars = open_engine(folder, max(self._checkpoint.vocab_size, self._vocabulary.size))
         self._builder = PromptBuilder(
             self._checkpoint,
             self._vocabulary,
@@ -75,6 +77,7 @@ class TokenizerApp:
             telemetry=self._telemetry,
             clock=self._clock,
             served_model_name=self._name,
+            grammars=self._grammars,
         )
         self._server = RpcServer(
             self._config.listen,

@@ -25,6 +25,7 @@ from rorqual.core.errors import (
     RorqualError,
 )
 from rorqual.core.token_ids import unpack_token_ids
+from rorqual.grammar import GrammarEngine
 from rorqual.telemetry import (
     ATTR_CACHED_TOKENS,
     ATTR_FINISH_REASONS,
@@ -41,9 +42,12 @@ from rorqual.v1 import common_pb2, text_pb2
 
 from .checkpoint import TextCheckpoint
 from .choice import ChoiceRules
+from .constraint import compile_constraint
 from .conversation import may_call
+from .formats.base import Thinking
 from .formats.events import CallSyntax
 from .formats.output import OutputSyntax
+from .formats.reasoning import Start
 from .link import SchedulerLink
 from .logprob_text import LogprobWriter
 from .model_watch import ModelWatch
@@ -76,8 +80,11 @@ class TextEngine:
         telemetry: Telemetry,
         clock: Clock,
         served_model_name: str,
+        grammars: GrammarEngine | None = None,
         num_threads: int = 2,
     ) -> None:
+        """`grammars`: None where structured output is refused."""
+        self._grammars = grammars
         self.model_name = served_model_name
         self.vocabulary = vocabulary
         self.builder = builder
@@ -186,13 +193,19 @@ class TextEngine:
             _check_resume(options)
             if isinstance(request, text_pb2.ChatRequest):
                 self._check_tools(request)
+            self._check_constraint(request)
             time_unix_s = options.resume.template_time_unix_s if options.HasField("resume") else self.now_unix_s()
             prompt = await self.in_pool(lambda: self._prepare(request, time_unix_s, span))
+            grammar = None
+            if options.HasField("constraint"):
+                after = self._after_token(request, prompt)
+                text = await self.in_pool(lambda: self._compile(options.constraint))
+                grammar = common_pb2.Grammar(text=text, after_token_id=after)
             self._check_prompt(prompt, options, field="messages" if is_chat else "prompt")
             if not (isinstance(request, text_pb2.CompleteRequest) and request.echo):
                 prompt = replace(prompt, text="")  # may be megabytes, and is not needed any more
             run = TextRun(
-                self._spec(request, prompt, span, time_unix_s, deadline_s),
+                self._spec(request, prompt, span, time_unix_s, deadline_s, grammar),
                 self._link,
                 sink,
                 self._clock,
@@ -260,7 +273,13 @@ class TextEngine:
             )
 
     def _spec(
-        self, request: TextRequest, prompt: Prompt, span: Span, time_unix_s: int, deadline_s: float | None
+        self,
+        request: TextRequest,
+        prompt: Prompt,
+        span: Span,
+        time_unix_s: int,
+        deadline_s: float | None,
+        grammar: common_pb2.Grammar | None,
     ) -> RunSpec:
         options, vocabulary = request.options, self.vocabulary
         resume = options.resume if options.HasField("resume") else None
@@ -272,6 +291,8 @@ class TextEngine:
             else secrets.randbits(63)
         )
         sampling = filled_sampling(options, self._checkpoint.sampling_defaults, vocabulary.eos_ids, seed)
+        if grammar is not None:
+            sampling.grammar.CopyFrom(grammar)
         skip_special = options.skip_special_tokens if options.HasField("skip_special_tokens") else True
         syntax, max_calls = None, None
         table = vocabulary.plain_text if skip_special else vocabulary.raw_text
@@ -336,6 +357,37 @@ class TextEngine:
                 field="tools",
             )
 
+    def _check_constraint(self, request: TextRequest) -> None:
+        """UNSUPPORTED_CONSTRAINT where it could not be kept: free text is never given in its place."""
+        if not request.options.HasField("constraint"):
+            return
+        if self._grammars is None or (self._watch.last is not None and not self._watch.last.takes_grammars):
+            raise _unsupported("structured output is not supported by what serves this model")
+        if isinstance(request, text_pb2.ChatRequest) and may_call(request):
+            raise _unsupported(
+                "it is not supported beside tools: leave them out, or forbid calls (tool_choice: 'none')"
+            )
+
+    def _compile(self, constraint: text_pb2.Constraint) -> str:
+        """In the pool."""
+        assert self._grammars is not None
+        return compile_constraint(constraint, self._grammars)
+
+    def _after_token(self, request: TextRequest, prompt: Prompt) -> int | None:
+        """The token that ends the reasoning, which a constraint leaves alone; None where the answer has none."""
+        if not isinstance(request, text_pb2.ChatRequest):
+            return None
+        chat_format = self.builder.format_of(request)
+        reasons = prompt.start in (Start.REASONING, Start.REASONING_CONTINUED) or (
+            prompt.start is Start.UNDECIDED and chat_format is not None and chat_format.thinking is not Thinking.NEVER
+        )
+        if not reasons:
+            return None
+        close_id = self.vocabulary.think_ids[1]
+        if close_id is None:
+            raise _unsupported("this vocabulary has no token that ends the reasoning: switch thinking off")
+        return close_id
+
     def _call_syntax(self, request: text_pb2.ChatRequest) -> CallSyntax | None:
         """How calls are read from the answer; None where the model has no tools."""
         chat_format = self.builder.format_of(request)
@@ -377,6 +429,10 @@ class TextEngine:
             elif stats.cancelled:
                 span.set_status(Status(StatusCode.ERROR, "CANCELLED"))
         span.end()
+
+
+def _unsupported(message: str) -> InvalidRequestError:
+    return InvalidRequestError(f"constraint: {message}", reason="UNSUPPORTED_CONSTRAINT", field="constraint")
 
 
 def _check_resume(options: text_pb2.TextOptions) -> None:

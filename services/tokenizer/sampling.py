@@ -42,6 +42,8 @@ def check_options(options: text_pb2.TextOptions, *, vocab_size: int, allow_no_to
 
 def _check_sampling(sampling: common_pb2.SamplingParams, vocab_size: int) -> None:
     infinity = math.inf
+    if sampling.HasField("grammar"):
+        raise _invalid("sampling.grammar", "sampling.grammar is made of the options' constraint: set that")
     _check(sampling, "temperature", 0.0, infinity, "0 or more")
     _check(sampling, "top_p", 0.0, 1.0, "above 0 and at most 1", open_low=True)
     _check(sampling, "min_p", 0.0, 1.0, "0 to 1")

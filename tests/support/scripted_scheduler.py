@@ -150,7 +150,7 @@ class ScriptedScheduler(generation_pb2_grpc.GenerationServiceServicer):
     ) -> None:
         self.script = script
         self.model: common_pb2.ModelInfo | None = common_pb2.ModelInfo(
-            name=model, vocab_size=vocab_size, max_model_len=max_model_len, fingerprint=bytes(32)
+            takes_grammars=True, name=model, vocab_size=vocab_size, max_model_len=max_model_len, fingerprint=bytes(32)
         )
         self.seen = Seen()
         self.running: dict[tuple[int, int], Running] = {}  # (session, stream id)

@@ -126,13 +126,10 @@ def test_a_bad_value_is_named(body: Any, field: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "json_schema", "json_schema": {}}),
-        ("guided_json", {}),
-        ("guided_regex", "a+"),
-        ("guided_choice", ["a"]),
-        ("guided_grammar", "root ::= x"),
-        ("structured_outputs", {"regex": "a"}),
+        ("guided_decoding_backend", "outlines"),
+        ("guided_whitespace_pattern", " "),
+        ("regex", "a+"),
+        ("ebnf", "root ::= x"),
         ("functions", [{"name": "f"}]),
         ("function_call", "auto"),
         ("audio", {"voice": "x"}),

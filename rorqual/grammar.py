@@ -1,0 +1,123 @@
+"""Grammars over a checkpoint's vocabulary: what the tokenizer tries before a request is sent, and the executor keeps to.
+
+A grammar travels as text, made by one of the `*_grammar` functions. `GrammarEngine.compile` gives a matcher of it: it
+takes token ids one by one and says, as a bit for each id, which may come next. Both processes compile with the same
+engine, limits and vocabulary, so what the first has compiled the second can compile too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+_log = logging.getLogger(__name__)
+
+MAX_GRAMMAR_BYTES = 256 << 10
+"""Of a grammar's text."""
+_MAX_CACHED = 128
+_MAX_MESSAGE = 500
+
+# White space between the tokens of a JSON text: a blank, or a line with its indent; never an endless run.
+_JSON_OPTIONS = {"whitespace_pattern": r"( |\n[ \t]{0,24})", "lenient": False}
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be compiled; says why in the engine's words."""
+
+
+def json_grammar(schema: dict[str, Any]) -> str:
+    """The grammar of JSON values that `schema` allows."""
+    options = {**_JSON_OPTIONS, **_options_of(schema)}
+    return _text({"name": "json_schema", "json_schema": {**schema, "x-guidance": options}})
+
+
+def _options_of(schema: dict[str, Any]) -> dict[str, Any]:
+    """The separators that a schema asks for itself; nothing that would loosen it."""
+    given = schema.get("x-guidance")
+    return {k: v for k, v in given.items() if k.endswith("_separator")} if isinstance(given, dict) else {}
+
+
+def regex_grammar(regex: str) -> str:
+    """The grammar of texts that match `regex` as a whole."""
+    from llguidance import LLMatcher
+
+    return str(LLMatcher.grammar_from_regex(regex))
+
+
+def choice_grammar(texts: Sequence[str]) -> str:
+    """The grammar of exactly these texts, none of them empty."""
+    alternatives = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    return _text({"lark_grammar": f"start: CHOICE\nCHOICE: {alternatives}\n"})
+
+
+def written_grammar(text: str) -> str:
+    """A grammar that a caller wrote, in the engine's dialect of Lark or in GBNF. GrammarError where it is neither."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return _text({"lark_grammar": any_to_lark(text)})
+    except Exception as error:  # the converter raises whatever its parsing runs into
+        raise GrammarError(str(error)[:_MAX_MESSAGE] or "it cannot be read") from error
+
+
+def _text(grammar: dict[str, Any]) -> str:
+    return json.dumps({"grammars": [grammar]}, ensure_ascii=False)
+
+
+class GrammarEngine:
+    """Compiles grammars for one vocabulary; from any thread. Compiling releases the interpreter lock."""
+
+    def __init__(self, tokenizer_json: Path, vocab_size: int) -> None:
+        """`tokenizer_json`: the checkpoint's; `vocab_size`: bits of a mask, at least the tokenizer's ids."""
+        from llguidance import LLParserLimits, LLTokenizer
+
+        added = json.loads(tokenizer_json.read_text(encoding="utf-8")).get("added_tokens") or []
+        special = [token["id"] for token in added if token.get("special")]
+        if not special:
+            raise ValueError(f"{tokenizer_json} has no special token")
+        # The engine wants to know what ends a text. Here that is the sequence's own to say, so any token that is no
+        # text stands for it; `masks` of it are not looked at.
+        self.end_id: int = special[0]
+        self._tokenizer = LLTokenizer(str(tokenizer_json), n_vocab=vocab_size, eos_token=self.end_id)
+        self._limits = LLParserLimits(verbose_errors=False)
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    def compile(self, text: str) -> LLMatcher:
+        """A matcher at the beginning of the grammar `text`. GrammarError where it is none, or costs too much."""
+        from llguidance import LLMatcher
+
+        with self._lock:
+            known = self._cache.get(text)
+            if known is not None:
+                self._cache.move_to_end(text)
+                return known.deep_copy()
+        if len(text.encode()) > MAX_GRAMMAR_BYTES:
+            raise GrammarError(f"it has more than {MAX_GRAMMAR_BYTES >> 10} KiB")
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # what is too complex for its first token fails here
+        if matcher.is_error():
+            raise GrammarError(matcher.get_error()[:_MAX_MESSAGE].strip())
+        with self._lock:
+            self._cache[text] = matcher
+            while len(self._cache) > _MAX_CACHED:
+                self._cache.popitem(last=False)
+            return matcher.deep_copy()
+
+
+def open_engine(folder: Path, vocab_size: int) -> GrammarEngine | None:
+    """The engine for the checkpoint in `folder`; None, and a line in the log, where there can be none."""
+    try:
+        return GrammarEngine(folder / "tokenizer.json", vocab_size)
+    except Exception as error:  # a missing package or file, a tokenizer that the engine does not know
+        _log.warning("structured output is refused: no grammar engine for %s (%s)", folder, error)
+        return None

@@ -1,0 +1,143 @@
+"""What an answer must be, as the grammar that the executor keeps to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from rorqual.core.errors import InvalidRequestError
+from rorqual.grammar import (
+    GrammarEngine,
+    GrammarError,
+    choice_grammar,
+    json_grammar,
+    regex_grammar,
+    written_grammar,
+)
+from rorqual.v1 import text_pb2
+
+MAX_CHOICES = 1024
+MAX_DEPTH = 64
+_MAX_TRIALS = 256  # schemas that are compiled to find the one at fault
+
+# Keywords of JSON Schema whose value is a schema, a list of schemas, or an object of schemas.
+_ONE = (
+    "additionalProperties",
+    "contains",
+    "else",
+    "if",
+    "items",
+    "not",
+    "propertyNames",
+    "then",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+)
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_OBJECTS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
+
+
+def compile_constraint(constraint: text_pb2.Constraint, engine: GrammarEngine) -> str:
+    """The grammar's text, known to compile. INVALID_CONSTRAINT names the place at fault.
+
+    May take long: to be called off the event loop.
+    """
+    kind = constraint.WhichOneof("constraint") or ""
+    place = f"constraint.{kind}"
+    match kind:
+        case "json_schema" | "json_object":
+            schema = _read_schema(constraint.json_schema, place) if kind == "json_schema" else {"type": "object"}
+            fault = _fault(schema, engine)
+            if fault:
+                _refuse(*(_locate(schema, engine, place) or (place, fault)))
+            return json_grammar(schema)
+        case "regex":
+            text = regex_grammar(constraint.regex)
+        case "choices":
+            texts = list(constraint.choices.texts)
+            if not 1 <= len(texts) <= MAX_CHOICES or not all(texts):
+                _refuse(place, f"1 to {MAX_CHOICES} texts are taken, none of them empty")
+            text = choice_grammar(texts)
+        case "grammar":
+            try:
+                text = written_grammar(constraint.grammar)
+            except GrammarError as error:
+                _refuse(place, str(error))
+        case _:
+            _refuse("constraint", "it says nothing")
+    try:
+        engine.compile(text)
+    except GrammarError as error:
+        _refuse(place, str(error))
+    return text
+
+
+def _refuse(place: str, message: str) -> NoReturn:
+    raise InvalidRequestError(f"{place}: {message}", reason="INVALID_CONSTRAINT", field=place)
+
+
+def _read_schema(text: str, place: str) -> dict[str, Any]:
+    def no_constant(name: str) -> NoReturn:
+        raise ValueError(f"{name} is no JSON")
+
+    try:
+        schema = json.loads(text, parse_constant=no_constant)
+        deep = _depth(schema) > MAX_DEPTH
+    except RecursionError:
+        deep = True
+    except ValueError as error:
+        _refuse(place, f"it is not valid JSON: {error}")
+    if deep:
+        _refuse(place, f"it is nested deeper than {MAX_DEPTH} levels")
+    if not isinstance(schema, dict):
+        _refuse(place, "it must be a JSON schema object")
+    return schema
+
+
+def _depth(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, inner), default=0)
+
+
+def _fault(schema: dict[str, Any], engine: GrammarEngine) -> str:
+    """Why `schema` cannot be compiled; empty where it can."""
+    try:
+        engine.compile(json_grammar(schema))
+    except GrammarError as error:
+        return str(error) or "it cannot be compiled"
+    return ""
+
+
+def _locate(schema: dict[str, Any], engine: GrammarEngine, place: str) -> tuple[str, str] | None:
+    """The innermost schema that cannot be compiled by itself, and why: the engine's words name no place."""
+    shared: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    trials = _MAX_TRIALS
+
+    def search(inside: dict[str, Any], here: str) -> tuple[str, str] | None:
+        nonlocal trials
+        for path, inner in _children(inside):
+            if trials <= 0:
+                return None
+            trials -= 1
+            fault = _fault({**shared, **inner}, engine)
+            if fault:
+                return search(inner, here + path) or (here + path, fault)
+        return None
+
+    return search(schema, place)
+
+
+def _children(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name in _OBJECTS:
+        value = schema.get(name)
+        if isinstance(value, dict):
+            yield from ((f".{name}.{key}", inner) for key, inner in value.items() if isinstance(inner, dict))
+    for name in _ONE:
+        value = schema.get(name)
+        if isinstance(value, dict):
+            yield f".{name}", value
+    for name in _LISTS:
+        value = schema.get(name)
+        if isinstance(value, list):
+            yield from ((f".{name}[{i}]", inner) for i, inner in enumerate(value) if isinstance(inner, dict))

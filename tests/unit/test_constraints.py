@@ -1,0 +1,222 @@
+"""A sequence's grammar: what it allows next, where it ends, and that tokens alone rebuild it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import random
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from executor.constraint import Constraint, Constraints, GrammarSpec
+from rorqual.core.errors import InvalidRequestError
+from rorqual.grammar import (
+    MAX_GRAMMAR_BYTES,
+    GrammarEngine,
+    GrammarError,
+    choice_grammar,
+    json_grammar,
+    open_engine,
+    regex_grammar,
+    written_grammar,
+)
+from rorqual.v1 import text_pb2
+from services.tokenizer.constraint import compile_constraint
+
+FOLDER = Path(__file__).resolve().parents[2] / "models" / "tiny"
+VOCAB = 8192
+END = 1  # the tokenizer's end of sequence
+
+
+@pytest.fixture(scope="module")
+def engine() -> GrammarEngine:
+    engine = open_engine(FOLDER, VOCAB)
+    assert engine is not None
+    return engine
+
+
+@pytest.fixture(scope="module")
+def decode() -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(FOLDER / "tokenizer.json")).decode
+
+
+def begin(
+    engine: GrammarEngine, text: str, after: int | None = None, stops: tuple[int, ...] = (END,), min_tokens: int = 0
+) -> Constraint:
+    constraint = Constraints(engine, VOCAB).begin(GrammarSpec(text, after), stops, min_tokens)
+    constraint._future.exception(timeout=30)
+    return constraint
+
+
+def allowed(constraint: Constraint, num_generated: int = 0) -> list[int]:
+    logits = np.zeros(VOCAB, np.float32)
+    constraint.mask(logits, num_generated)
+    return [int(i) for i in np.flatnonzero(np.isfinite(logits))]
+
+
+def walk(constraint: Constraint, seed: int, most: int = 400) -> list[int]:
+    """Tokens drawn among those allowed, to the grammar's end."""
+    rng, ids = random.Random(seed), []
+    while not constraint.has_ended:
+        ids.append(rng.choice(allowed(constraint, len(ids))))
+        constraint.observe(ids[-1:])
+        assert not constraint.error
+        assert len(ids) < most
+    return ids
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("pattern", ["a{2,5}", "(whale|whales)( sing)?", "[0-9]{3}-[a-f]{2}", "é|鲸鱼", "x*y?z{0,3}"])
+def test_random_tokens_match_the_regex(engine: GrammarEngine, decode: Any, pattern: str, seed: int) -> None:
+    ids = walk(begin(engine, regex_grammar(pattern)), seed)
+    assert re.fullmatch(pattern, decode([i for i in ids if i != END]))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_tokens_are_json_of_the_schema(engine: GrammarEngine, decode: Any, seed: int) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}, "s": {"type": "string", "maxLength": 9}, "l": {"type": "array", "items": {"type": "null"}, "maxItems": 2}},
+        "required": ["n", "s", "l"],
+        "additionalProperties": False,
+    }  # fmt: skip
+    value = json.loads(decode(walk(begin(engine, json_grammar(schema)), seed)))
+    assert list(value) == ["n", "s", "l"]
+    assert isinstance(value["n"], int)
+    assert len(value["s"]) <= 9
+    assert len(value["l"]) <= 2
+
+
+def test_choices_and_written_grammars(engine: GrammarEngine, decode: Any) -> None:
+    texts = ["yes", "yess", 'q"\\\n', "鲸"]
+    heard = {decode([i for i in walk(begin(engine, choice_grammar(texts)), seed) if i != END]) for seed in range(60)}
+    assert heard <= set(texts)
+    assert len(heard) > 1
+    for text in ('start: "ab" | "cd"', 'root ::= "ab" | "cd"'):
+        assert decode(walk(begin(engine, written_grammar(text)), 1)) in ("ab", "cd")
+
+
+def test_stop_tokens_only_where_the_grammar_may_end(engine: GrammarEngine) -> None:
+    a = allowed(begin(engine, regex_grammar("a+")))
+    assert a
+    assert END not in a
+    longer = begin(engine, regex_grammar("a+"))
+    longer.observe(a[:1])
+    assert END in allowed(longer, 1)
+    assert not longer.has_ended
+    longer.observe([END])
+    assert longer.has_ended
+    held = begin(engine, regex_grammar("a+"), min_tokens=3)
+    held.observe(a[:1])
+    assert END not in allowed(held, 2)
+    assert END in allowed(held, 3)
+    # Where the request ignores the end of sequence, it is no way out.
+    ignored = begin(engine, regex_grammar("a+"), stops=())
+    ignored.observe(a[:1])
+    assert END not in allowed(ignored, 1)
+
+
+def test_it_begins_after_the_reasoning(engine: GrammarEngine, decode: Any) -> None:
+    close, text = 500, regex_grammar("ab")
+    constraint = begin(engine, text, after=close)
+    assert len(allowed(constraint)) == VOCAB - 1  # anything but an end
+    constraint.observe([77, 3000, close])
+    begun = allowed(constraint, 3)
+    assert begun == allowed(begin(engine, text))
+    assert "ab" in {decode([i]) for i in begun} <= {"a", "ab"}
+    # Tokens that come in one piece with the closing one count.
+    at_once = begin(engine, text, after=close)
+    at_once.observe([77, close, next(i for i in begun if decode([i]) == "ab")])
+    assert at_once.has_ended
+
+
+def test_tokens_alone_rebuild_it(engine: GrammarEngine) -> None:
+    text = json_grammar({"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 4})
+    ids = walk(begin(engine, text), 11)
+    whole = begin(engine, text)
+    for cut in range(len(ids)):
+        rebuilt = begin(engine, text)
+        rebuilt.observe(ids[:cut])
+        assert allowed(rebuilt, cut) == allowed(whole, cut)
+        assert not rebuilt.has_ended
+        whole.observe(ids[cut : cut + 1])
+    rebuilt = begin(engine, text)
+    rebuilt.observe(ids)
+    assert rebuilt.has_ended
+
+
+def test_a_history_that_does_not_fit_is_a_fault(engine: GrammarEngine) -> None:
+    constraint = begin(engine, regex_grammar("a"))
+    constraint.observe([5000])
+    assert constraint.allowed(1) is None
+    assert "5000" in constraint.error
+    assert not constraint.has_ended
+    assert allowed(constraint) == []
+
+
+def test_a_grammar_that_cannot_be_compiled_is_a_fault() -> None:
+    constraint = Constraints(None, VOCAB).begin(GrammarSpec("x"), (END,), 0)
+    assert constraint.is_ready
+    assert allowed(constraint) == []
+    assert "no grammars" in constraint.error
+
+
+def test_engines_are_cached_and_bounded(engine: GrammarEngine) -> None:
+    one, two = engine.compile(regex_grammar("cached")), engine.compile(regex_grammar("cached"))
+    token = allowed(begin(engine, regex_grammar("cached")))[0]
+    assert one.consume_token(token)
+    assert two.compute_bitmask() != one.compute_bitmask()  # each has a state of its own
+    for i in range(150):
+        engine.compile(regex_grammar(f"x{i}"))
+    assert len(engine._cache) <= 128
+    with pytest.raises(GrammarError, match="KiB"):
+        engine.compile(regex_grammar("a" * MAX_GRAMMAR_BYTES))
+
+
+NEST = itertools.accumulate(range(70), lambda inner, _: {"items": inner}, initial={})
+DEEP: Any = list(NEST)[-1]
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"type": "strin"}, ""),
+        ({"properties": {"a": {"type": "strin"}}}, ".properties.a"),
+        ({"items": {"anyOf": [{"type": "null"}, {"format": "no-such"}]}}, ".items.anyOf[1]"),
+        ({"$defs": {"x": {"not": {}}}, "properties": {"p": {"$ref": "#/$defs/x"}}}, ".$defs.x"),
+        ({"properties": {"p": {"$ref": "#/$defs/nowhere"}}}, ".properties.p"),
+        ({"properties": {"p": {"type": "array", "uniqueItems": True}}}, ".properties.p"),
+        ({"x-guidance": {"lenient": True}, "not": {}}, ""),
+        (DEEP, ""),
+        ([], ""),
+    ],
+)
+def test_a_bad_schema_names_the_place(engine: GrammarEngine, schema: Any, place: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        compile_constraint(text_pb2.Constraint(json_schema=json.dumps(schema)), engine)
+    assert caught.value.field == f"constraint.json_schema{place}"
+    assert caught.value.message.startswith(caught.value.field)
+    assert caught.value.reason == "INVALID_CONSTRAINT"
+
+
+@pytest.mark.parametrize("text", ["{", '{"const": NaN}', "[" * 50_000])
+def test_a_schema_that_is_no_json(engine: GrammarEngine, text: str) -> None:
+    with pytest.raises(InvalidRequestError):
+        compile_constraint(text_pb2.Constraint(json_schema=text), engine)
+
+
+def test_costly_regexes_end_in_time(engine: GrammarEngine) -> None:
+    """Taken or refused, a thread is not lost to them."""
+    for pattern in ("[a-z]{0,50}" * 500, "(a|b)*c" * 200, "(((a?){50}){50}){50}"):
+        began_s = time.perf_counter()
+        with contextlib.suppress(InvalidRequestError):
+            compile_constraint(text_pb2.Constraint(regex=pattern), engine)
+        assert time.perf_counter() - began_s < 10
