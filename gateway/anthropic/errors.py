@@ -42,7 +42,11 @@ def _field_name(name: str) -> str:
     """The name of a chat's field as Anthropic's body spells it."""
     if name.startswith("tools["):
         return name.replace("].function.parameters", "].input_schema", 1).replace("].function", "]", 1)
+    for ours in ("response_format.json_schema.schema", "constraint.json_schema"):
+        if name.startswith(ours):
+            return "output_config.format.schema" + name[len(ours) :]
     return {
+        "constraint": "output_config.format",
         "stop": "stop_sequences",
         "max_completion_tokens": "max_tokens",
         "reasoning_effort": "output_config.effort",

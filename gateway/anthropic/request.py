@@ -10,7 +10,17 @@ import msgspec
 from rorqual.core.errors import InvalidRequestError
 
 from ..openai.fields import BodyReader, invalid, refuse
-from ..openai.schema import ChatBody, ContentPart, Function, FunctionCall, Message, ToolCall, ToolSpec
+from ..openai.schema import (
+    ChatBody,
+    ContentPart,
+    Function,
+    FunctionCall,
+    JsonSchemaFormat,
+    Message,
+    ResponseFormat,
+    ToolCall,
+    ToolSpec,
+)
 from .schema import Block, CountTokensBody, MessagesBody, MessageTool, MessageTurn, TextPart
 
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -49,8 +59,13 @@ def chat_body(body: CountTokensBody) -> tuple[ChatBody, list[str]]:
         if body.thinking.budget_tokens is not None:
             ignored.append("thinking.budget_tokens")
     if body.output_config is not None:
-        if body.output_config.format is not None:
-            raise refuse("output_config.format", "output_config.format is not supported here")
+        asked = body.output_config.format
+        if asked is not None:
+            if asked.type != "json_schema":
+                raise refuse(
+                    "output_config.format", f"output_config.format of type {asked.type[:64]!r} is not supported"
+                )
+            chat.response_format = ResponseFormat(asked.type, JsonSchemaFormat(schema=asked.schema))
         if body.thinking is not None and body.thinking.type == "disabled":
             ignored += ["output_config.effort"] if body.output_config.effort else []  # it is the thinking's alone
         else:

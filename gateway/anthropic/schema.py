@@ -74,6 +74,7 @@ class Thinking(msgspec.Struct):
 
 class OutputFormat(msgspec.Struct):
     type: str
+    schema: Raw = msgspec.field(default_factory=lambda: Raw(b"null"))
 
 
 class OutputConfig(msgspec.Struct):

@@ -84,7 +84,7 @@ async def responses(context: GatewayContext, exchange: Exchange) -> None:
             reasoning=Reasoning(effort=reasoning.effort),
             safety_identifier=body.safety_identifier,
             temperature=body.temperature,
-            text={"format": {"type": "text"}, "verbosity": "medium"},
+            text={"format": response_request.answered_format(body.text), "verbosity": "medium"},
             tool_choice=body.tool_choice or "auto",
             tools=body.tools or [],
             top_logprobs=body.top_logprobs or 0,

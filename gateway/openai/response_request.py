@@ -8,8 +8,19 @@ from typing import Any
 from rorqual.core.errors import InvalidRequestError
 
 from .fields import BodyReader, invalid, refuse
-from .response_schema import INCLUDABLE, InputItem, InputPart, ResponsesBody, ResponseTool
-from .schema import ChatBody, ContentPart, Function, FunctionCall, Message, SamplingFields, ToolCall, ToolSpec
+from .response_schema import INCLUDABLE, InputItem, InputPart, ResponsesBody, ResponseTool, TextConfig
+from .schema import (
+    ChatBody,
+    ContentPart,
+    Function,
+    FunctionCall,
+    JsonSchemaFormat,
+    Message,
+    ResponseFormat,
+    SamplingFields,
+    ToolCall,
+    ToolSpec,
+)
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -32,6 +43,13 @@ READER = BodyReader(
     silent=("prompt_cache_retention", "prompt_cache_options"),
 )
 
+_FORMAT_NAMES = (
+    ("response_format.json_schema.schema", "text.format.schema"),
+    ("response_format", "text.format"),
+    ("constraint.json_schema", "text.format.schema"),
+    ("constraint", "text.format"),
+)
+
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -46,8 +64,11 @@ def chat_body(body: ResponsesBody) -> tuple[ChatBody, list[str]]:
         if name not in INCLUDABLE:
             raise invalid("include", f"its entries are among {', '.join(INCLUDABLE)}, got {name[:64]!r}")
     text, reasoning = body.text, body.reasoning
+    response_format = None
     if text is not None and text.format is not None and text.format.type != "text":
-        raise refuse("text.format", f"text.format of type {text.format.type[:64]!r} is not supported here")
+        if text.format.type not in ("json_object", "json_schema"):
+            raise refuse("text.format", f"text.format of type {text.format.type[:64]!r} is not supported here")
+        response_format = ResponseFormat(text.format.type, JsonSchemaFormat(schema=text.format.schema))
     if text is not None and text.verbosity not in (None, "medium"):
         raise refuse("text.verbosity", "text.verbosity other than 'medium' is not supported here")
     if reasoning is not None:
@@ -57,6 +78,7 @@ def chat_body(body: ResponsesBody) -> tuple[ChatBody, list[str]]:
         **common,
         messages=_messages(body),
         tools=[_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())] or None,
+        response_format=response_format,
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         chat_template_kwargs=body.chat_template_kwargs,
@@ -72,6 +94,20 @@ def wants_logprobs(body: ResponsesBody) -> bool:
     return LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
 
 
+def answered_format(text: TextConfig | None) -> dict[str, Any]:
+    """What the answer says of its text's format, as it was asked for."""
+    asked = text.format if text is not None else None
+    if asked is None or asked.type != "json_schema":
+        return {"type": asked.type if asked is not None else "text"}
+    return {
+        "type": asked.type,
+        "name": asked.name or "",
+        "description": asked.description,
+        "schema": asked.schema,
+        "strict": asked.strict is not False,
+    }
+
+
 def field_name(name: str) -> str:
     """The name of a chat's field as a body of /v1/responses spells it."""
     if name.startswith("messages"):
@@ -80,6 +116,9 @@ def field_name(name: str) -> str:
         return "max_output_tokens"
     if name == "reasoning_effort":
         return "reasoning.effort"
+    for ours, theirs in _FORMAT_NAMES:
+        if name.startswith(ours):
+            return theirs + name[len(ours) :]
     return name.replace("].function", "]", 1) if name.startswith("tools[") else name
 
 

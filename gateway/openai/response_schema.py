@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta, Raw
 
 from ..upstream.inbox import TokenLogprob
-from .schema import MAX_MESSAGES, Metadata, SamplingFields, TopCount
+from .schema import MAX_MESSAGES, NULL, Metadata, SamplingFields, TopCount
 
 INCLUDABLE = (
     "message.output_text.logprobs",
@@ -58,7 +58,13 @@ class ResponseTool(msgspec.Struct, kw_only=True):
 
 
 class TextFormat(msgspec.Struct):
+    """`strict` changes nothing: a schema is always kept to."""
+
     type: str
+    name: str | None = None
+    description: str | None = None
+    schema: Raw = msgspec.field(default_factory=lambda: NULL)
+    strict: bool | None = None
 
 
 class TextConfig(msgspec.Struct):

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import grpc
 import httpx
 import openai
@@ -124,6 +125,35 @@ def test_other_constraints_for_every_choice(client: openai.OpenAI, given: dict[s
         model="tiny", prompt="The whale", temperature=1.2, max_tokens=40, stream=True, extra_body=given
     )
     assert re.fullmatch(allowed, "".join(chunk.choices[0].text for chunk in text))
+
+
+@pytest.mark.parametrize("name", ["list", "union"])
+def test_responses_and_messages(stack: Any, client: openai.OpenAI, name: str) -> None:
+    text = {"format": {"type": "json_schema", "name": name, "schema": SCHEMAS[name], "strict": True}}
+    answer = client.responses.create(model="tiny", input="A whale?", text=text, max_output_tokens=200)  # type: ignore[call-overload]
+    check(name, json.loads(answer.output_text))
+    assert answer.text.format.schema_ == SCHEMAS[name]
+    with anthropic.Anthropic(base_url=stack.url, api_key="none", max_retries=0, timeout=60) as messages:
+        message = messages.messages.create(
+            model="tiny",
+            max_tokens=200,
+            messages=[{"role": "user", "content": "A whale?"}],
+            extra_body={"output_config": {"format": {"type": "json_schema", "schema": SCHEMAS[name]}}},
+        )
+    check(name, json.loads("".join(block.text for block in message.content if block.type == "text")))
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "param"),
+    [
+        ("responses", {"input": "x", "text": {"format": {"type": "json_schema", "name": "x", "schema": {"items": {"not": {}}}}}}, "text.format.schema.items"),
+        ("messages", {"max_tokens": 4, "messages": ASK, "output_config": {"format": {"type": "json_schema", "schema": {"items": {"not": {}}}}}}, "output_config.format.schema.items"),
+    ],
+)  # fmt: skip
+def test_a_bad_schema_elsewhere(stack: Any, path: str, given: dict[str, Any], param: str) -> None:
+    response = httpx.post(f"{stack.url}/v1/{path}", json=given, timeout=30)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(param)
 
 
 def test_a_budget_cuts_it(client: openai.OpenAI) -> None:
