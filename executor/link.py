@@ -208,15 +208,13 @@ class SchedulerLink:
             if self._order_error is not None:
                 raise self._order_error
             self._output.clear()
-            report = outbox.take()
+            is_due = now_s - connection.heartbeat_s >= heartbeat_every_s
+            report = outbox.take(is_due=is_due)
             if report is not None:
                 self._on_report()
-            is_due = now_s - connection.heartbeat_s >= heartbeat_every_s
-            if is_due:
-                connection.heartbeat_s = now_s
-                report = report if report is not None else outbox.heartbeat()
-                report.heartbeat.step_running_us = self._loop.step_running_us()
-            if report is not None:
+                if is_due:
+                    connection.heartbeat_s = now_s
+                    report.heartbeat.step_running_us = self._loop.step_running_us()
                 async with asyncio.timeout(self._peer_timeout_s):
                     await connection.call.write(executor_pb2.ConnectRequest(report=report))
                 continue

@@ -262,7 +262,7 @@ class OrderLoop(abc.ABC):
         self._last_batch_id = 0
         self._refusing = False
         self.outbox.reset()
-        if request is not None:
+        if request is not None and request.set_running_or_notify_cancel():  # a link that is ended waits for no answer
             request.set_result(self.inventory.entries())
 
     def _apply_pending(self) -> bool:

@@ -108,10 +108,10 @@ class Outbox:
             self._logprobs += output.logprobs
             self._faults += output.faults
 
-    def take(self) -> executor_pb2.Report | None:
-        """Everything gathered, as one report; None where nothing happened."""
+    def take(self, *, is_due: bool = False) -> executor_pb2.Report | None:
+        """Everything gathered, as one report; None where nothing happened, unless a report `is_due`."""
         with self._lock:
-            if not self._changed:
+            if not self._changed and not is_due:
                 return None
             step_id, batch_id, num_steps, step_time_s = (
                 self._step_id,
@@ -136,11 +136,6 @@ class Outbox:
         if logprobs:
             _write_logprobs(report, logprobs)
         return report
-
-    def heartbeat(self) -> executor_pb2.Report:
-        """A report of nothing but the last step and batch."""
-        with self._lock:
-            return executor_pb2.Report(step_id=self._step_id, last_batch_id=self._batch_id)
 
 
 def _write_tokens(

@@ -159,14 +159,16 @@ def _group(segments: Sequence[_Segment], num_compute: int, num_heads: int, uploa
 
 def _recomputed(segment: _Segment, num_compute: int, max_rows: int, upload: StepUpload) -> list[RecomputedRows]:
     """The segment's rows as sequences of their own, of one query each; at most `max_rows` together."""
+    start, end = segment.start, segment.end
+    # One table and one column of lengths for all parts: they may be as many as rows.
+    table = _put(upload, segment.table[: -(-end // BLOCK_SIZE)], torch.int32)
+    kv_lens = _put(upload, np.arange(start + 1, end + 1, dtype=np.int32), torch.int32)
     parts: list[RecomputedRows] = []
-    for first in range(segment.start, segment.end, max_rows):
-        last = min(first + max_rows, segment.end)
-        num_blocks = -(-last // BLOCK_SIZE)
-        table = _put(upload, segment.table[:num_blocks], torch.int32)
-        lens = _put(upload, np.arange(first + 1, last + 1, dtype=np.int32), torch.int32)
-        row = num_compute + segment.row + first - segment.start
-        parts.append(RecomputedRows(row, row + last - first, lens, table.expand(last - first, num_blocks)))
+    for first in range(0, segment.num_rows, max_rows):
+        last = min(first + max_rows, segment.num_rows)
+        row = num_compute + segment.row
+        tables = table.expand(last - first, table.shape[0])
+        parts.append(RecomputedRows(row + first, row + last, kv_lens[first:last], tables))
     return parts
 
 

@@ -27,6 +27,7 @@ class LaunchedRows:
     seq_ids: npt.NDArray[np.uint64]
     slots: Int32s
     num_compute: int  # the first of them had a token to compute; the others' last chunk was in this step
+    number: int  # of the launch
 
     @property
     def num_rows(self) -> int:
@@ -77,12 +78,14 @@ class DecodeRows:
         # By slot, as far as the host knows.
         self._seq_ids = np.zeros(max_num_seqs, np.uint64)
         self._occupied = np.zeros(max_num_seqs, np.bool_)
+        self._joined = np.zeros(max_num_seqs, np.int64)  # number of the first launch with its present sequence
         self._positions = np.zeros(max_num_seqs, np.int64)
         self._tokens = np.zeros(max_num_seqs, np.int64)
         self._limits = np.zeros(max_num_seqs, np.int64)
         self._max_totals = np.zeros(max_num_seqs, np.int64)
         self._stop_ids = np.full((max_num_seqs, words.NUM_STOPS), -1, np.int64)
         self._ahead = np.zeros(max_num_seqs, np.int64)  # steps with this slot that were launched and not yet taken
+        self._num_launches = 0
 
     @property
     def num_rows(self) -> int:
@@ -117,6 +120,7 @@ class DecodeRows:
         self._stop_ids[slot, : len(stops)] = stops
         self._seq_ids[slot] = sequence.seq_id
         self._occupied[slot] = True
+        self._joined[slot] = self._num_launches + 1
         self._ahead[slot] = 0
         self._positions[slot] = sequence.num_tokens - 1
         self._tokens[slot] = sequence.last_token
@@ -176,7 +180,8 @@ class DecodeRows:
         n = len(self.sequences)
         slots = self._slots[:n].copy()
         self._ahead[slots] += 1
-        return LaunchedRows(self.sequences.copy(), self._seq_ids[slots], slots, num_compute)
+        self._num_launches += 1
+        return LaunchedRows(self.sequences.copy(), self._seq_ids[slots], slots, num_compute, self._num_launches)
 
     def changes(self, out: Int32s) -> int:
         """Write {index, new value} of every changed word to `out`, int32 [>= max_changes, 2]; returns how many."""
@@ -200,7 +205,8 @@ class DecodeRows:
     def take(self, launched: LaunchedRows, results: Int32s) -> ChosenTokens:
         """The rows got what `results` says (a token, NOT_RUN or UNSOUND a row); the host's columns move on."""
         slots = launched.slots
-        here = self._occupied[slots] & (self._seq_ids[slots] == launched.seq_ids)
+        # A slot may have been left since, and taken again: by another sequence, or by the same one after a pause.
+        here = self._occupied[slots] & (self._joined[slots] <= launched.number)
         self._ahead[slots[here]] -= 1
         rows = np.flatnonzero((results != words.NOT_RUN) & here)
         slots, token_ids = slots[rows], results[rows].astype(np.int64)

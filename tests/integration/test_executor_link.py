@@ -8,11 +8,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+import numpy as np
 import pytest
 
 from executor.link import LinkRefusedError, SchedulerLink
 from executor.model.batch import ForwardBatch
 from executor.order_loop import StepLimits
+from executor.reports import Outbox, StepOutput
 from executor.step_loop import StepLoop
 from rorqual.core.errors import PreconditionError
 from rorqual.v1 import common_pb2, executor_pb2
@@ -46,6 +48,17 @@ class HeldModel(FakeModel):
         self.entered.set()
         assert self.go.wait(20.0)
         return super().forward(batch, kv_cache)
+
+
+class EverySecond:
+    """A clock that is a second on at each look."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def monotonic_s(self) -> float:
+        self._now_s += 1.0
+        return self._now_s
 
 
 @asynccontextmanager
@@ -197,6 +210,29 @@ async def test_any_other_refusal_is_tried_again() -> None:
         assert not task.done()
         scheduler.refuse = None
         await scheduler.hello()
+
+
+async def test_a_heartbeat_acknowledges_no_batch_before_the_tokens_of_earlier_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    take, num_taken = Outbox.take, 0
+
+    def raced(self: Outbox, **kwargs: Any) -> executor_pb2.Report | None:
+        """A step and a batch come right behind the second look for something to say."""
+        nonlocal num_taken
+        report = take(self, **kwargs)
+        num_taken += 1
+        if num_taken == 2:
+            self.add_step(StepOutput(1, 0.0, np.array([7], np.uint64), np.array([5], np.int64)))
+            self.applied(1, ())
+        return report
+
+    monkeypatch.setattr(Outbox, "take", raced)
+    scheduler = FakeScheduler()
+    async with connected(scheduler, peer_timeout_s=1e6) as (link, *_):
+        link._clock = EverySecond()  # type: ignore[assignment]  # a heartbeat is due each time
+        received = await scheduler.until(lambda received: received.last_batch_id)
+        assert received[7].token_ids == [5]
 
 
 async def test_a_heartbeat_says_how_long_a_hanging_step_has_run() -> None:

@@ -74,7 +74,8 @@ class FakeGpuModel(FakeModel):
                     read(row, part.block_tables[i], int(part.kv_lens[i]))
                     self.forms.append((int(self.positions[row]), "decode"))
             assert all(row is not None for row in self.rows[num_decode:])
-        return torch.arange(num_rows, dtype=torch.bfloat16)[:, None].repeat(1, 8)
+        number = torch.arange(num_rows)
+        return torch.stack((number // 256, number % 256), 1).bfloat16().repeat(1, 4)  # bfloat16 counts to 256
 
     def _read_group(self, group, tokens, read) -> None:  # type: ignore[no-untyped-def]
         plan = group.plan
@@ -95,8 +96,8 @@ class FakeGpuModel(FakeModel):
         assert row == group.end
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        for i, number in enumerate(hidden[:, 0].long().tolist()):
-            history = self.rows[number]
+        for i, (high, low) in enumerate(hidden[:, :2].long().tolist()):
+            history = self.rows[256 * high + low]
             out[i] = torch.nan if history is None else self.logits_of(history)
 
 

@@ -545,3 +545,12 @@ def test_fake_model_sees_a_wrong_slot() -> None:
     d.cache.storage[0, 3] = -1
     d.run()
     assert d.report()[1].token_ids != d.model.continuation(tokens, 2)
+
+
+def test_a_reset_that_nobody_waits_for_any_more_is_no_fault() -> None:
+    d = driven()
+    start(d, 1, prompt(10), [0])
+    d.step(2)
+    assert d.loop.reset().cancel()
+    d.run()
+    assert d.reset() == []

@@ -120,6 +120,21 @@ def test_a_leaver_knows_its_newest_token_and_where_it_is() -> None:
     assert again.rows.size == 0  # it has left
 
 
+def test_a_sequence_that_paused_and_joined_again_counts_only_the_steps_since() -> None:
+    rows = DecodeRows(MAX_ROWS, MAX_BLOCKS, torch.device("cpu"))
+    sequence = make_sequence(1, 64, [3], 64)
+    rows.add(sequence)
+    before, beside = rows.launched(1), rows.launched(1)  # the second finds it at its limit
+    assert rows.take(before, np.array([9], np.int32)).halted.all()
+    rows.remove(sequence)
+    sequence.append_blocks(np.array([4]))
+    sequence.limit = 65
+    rows.add(sequence)
+    rows.launched(1)
+    assert rows.take(beside, np.array([words.NOT_RUN], np.int32)).rows.size == 0
+    assert not rows.may_run  # the step that was launched since takes it to its limit
+
+
 def test_a_row_that_did_not_run_is_not_among_the_chosen() -> None:
     rows = DecodeRows(MAX_ROWS, MAX_BLOCKS, torch.device("cpu"))
     for seq_id in (1, 2, 3):

@@ -70,6 +70,18 @@ def test_generated_tokens_of_a_history_are_computed_in_the_decode_form_if_determ
     assert [forms[p] for p in range(150)] == ["prefill"] * 130 + ["decode"] * 20
 
 
+def test_a_long_history_is_recomputed_beside_a_small_decode_set() -> None:
+    d = DrivenGpu(deterministic=True, max_num_seqs=1, max_num_batched_tokens=600, max_model_len=2048)
+    history = prompt(1540)
+    d.order(
+        admit(1, history, list(range(25)), num_prompt=1024, max_total=1542),
+        *(prefill(1, history, start, min(start + 512, 1024)) for start in (0, 512)),
+        prefill(1, history, 1024, 1540),
+    )
+    d.run()
+    assert d.report()[1].token_ids == d.model.continuation(history, 2)
+
+
 def test_a_drop_while_its_step_is_on_the_device_brings_no_more_tokens() -> None:
     d = DrivenGpu()
     tokens, other = prompt(30), prompt(40, 9)
