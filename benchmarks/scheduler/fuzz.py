@@ -5,7 +5,7 @@
 One run after another, each a world of up to three small executors (`tests/support/sim_world.py`): arrivals, cancels,
 deadlines, resumes, faults, executors that leave and return, reports late, coalesced and cut off. After every event all
 accounts are checked; every token is compared with the run of its request alone. Run i draws from seed + i, so a failure
-is repeated by `SEED=<the seed printed> EVENTS=1`. The last line is JSON.
+is repeated by `SEED=<the seed printed> EVENTS=1`. Ctrl-C (or SIGTERM) ends it early. The last line is JSON: what was done.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import sys
 import time
 
@@ -24,12 +25,17 @@ ACTIONS_A_RUN = 400
 
 
 def fuzz(num_events: int, seed: int, progress: Progress | None = None) -> tuple[int, int]:
-    """Runs until the core has taken `num_events` events; returns (events, runs). AssertionError names the seed."""
+    """Runs until the core has taken `num_events` events, or to an interrupt; returns (events, runs) completed.
+
+    AssertionError names the seed of the run that failed.
+    """
     task = progress.add_task("events", total=num_events) if progress else None
     done = num_runs = 0
     while done < num_events:
         try:
             done += random_run(random.Random(seed + num_runs), ACTIONS_A_RUN).num_events
+        except KeyboardInterrupt:
+            break
         except Exception as error:
             raise AssertionError(
                 f"seed {seed + num_runs} fails after {done} events: {error}\n"
@@ -53,6 +59,8 @@ def main() -> None:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     sys.stderr.write(f"seed {args.seed}\n")
     with Progress(*columns, disable=not sys.stderr.isatty()) as progress:
