@@ -312,7 +312,13 @@ class SimExecutor:
             self._chunks = deque(chunk for chunk in self._chunks if chunk.seq_id != seq_id)
         for block_id in reversed(seq.table):
             self._users[block_id] -= 1
-            if poison and not self._users[block_id] and block_id not in self.labels:
+            # (Distrusted ones stay as they are: an order on its way may share them still.)
+            if (
+                poison
+                and not self._users[block_id]
+                and block_id not in self.labels
+                and block_id not in self._distrusted
+            ):
                 self._kv[block_id][:] = POISON * BLOCK_SIZE
 
     # -- steps ----------------------------------------------------------------------------------------
