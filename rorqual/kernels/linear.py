@@ -53,13 +53,13 @@ def choose_tiling(
         if not large and not deep:
             return Tiling(num_tokens, 0)
     small = out_features <= SMALL_OUT_FEATURES
-    if num_tokens <= 64 or (small and num_tokens <= 512 and not deterministic):
+    if num_tokens <= 64 or (small and num_tokens <= (512 if in_features >= 256 else 128) and not deterministic):
         # Few rows of the weight: more, smaller tiles of tokens.
         per_tile = num_tokens if deterministic or not small else num_tokens // (4 if batch == 1 else 2)
         tile_tokens = 16 if per_tile <= 16 else 32 if per_tile <= 32 else 64
         tile_rows = 64
     else:
-        tile_tokens = 128 if num_tokens < 512 or small else 256
+        tile_tokens = 128 if num_tokens < 512 or (small and in_features >= 256) else 256
         tile_rows = 128
     if deterministic:
         return Tiling(tile_tokens, tile_rows)
