@@ -33,6 +33,9 @@ from .upload import StepUpload
 
 Int32s = npt.NDArray[np.int32]
 
+PROMPT_SLAB = 64
+"""Rows whose logits are held at a time for a prompt's log-probabilities: no largest step was measured with them."""
+
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
@@ -188,8 +191,9 @@ class DeviceSampler:
         device_targets = torch.from_numpy(host_targets).to(self._device)
         slabs: list[LogprobBuffers] = []
         num_top = sequence.num_prompt_logprobs or 0
-        for start in range(0, targets.size, self._max_rows):
-            end = min(start + self._max_rows, targets.size)
+        slab = min(self._max_rows, PROMPT_SLAB)
+        for start in range(0, targets.size, slab):
+            end = min(start + slab, targets.size)
             logits = torch.empty((end - start, self._vocab_size), dtype=torch.float32, device=self._device)
             model.logits(rows[start:end], logits)
             out = make_logprob_buffers(end - start, self._device)
