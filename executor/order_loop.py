@@ -454,10 +454,11 @@ class OrderLoop(abc.ABC):
         """Chunks whose sequence's grammar has been compiled run next. (Nobody has built upon their blocks meanwhile: a
         prefix is taken up only after the report that it was computed.)"""
         self._released = False
-        ready = [
-            chunk for chunk in self._held if chunk.sequence.constraint is None or chunk.sequence.constraint.is_ready
-        ]
-        self._held = [chunk for chunk in self._held if chunk not in ready]
+        held, self._held = self._held, []
+        ready: list[Chunk] = []
+        for chunk in held:
+            is_ready = chunk.sequence.constraint is None or chunk.sequence.constraint.is_ready
+            (ready if is_ready else self._held).append(chunk)
         self._chunks.extendleft(reversed(ready))
 
     def _finish(self, sequence: Seq, reason: common_pb2.FinishReason, output: StepOutput) -> None:

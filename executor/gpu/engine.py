@@ -178,8 +178,17 @@ class GpuEngine:
         duration_s = self._events[step.turn].wait()
         return self._host_results[step.turn][: step.rows.num_rows].numpy().copy(), duration_s
 
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a sequence of the decode set has a grammar."""
+        return self._sampler.is_constrained
+
+    def set_masks(self) -> None:
+        """Before a step, with none in flight: what the grammars allow in it."""
+        self._sampler.set_masks(lambda seq: self.rows.position_of(seq) + 1 - seq.num_prompt_tokens)
+
     def observe(self, step: LaunchedStep, chosen: ChosenTokens) -> None:
-        """The host's copy of histories that penalties count."""
+        """The host's copy of histories that penalties count and grammars follow."""
         self._sampler.observe(step.rows, chosen)
 
     def logprobs(self, step: LaunchedStep, chosen: ChosenTokens) -> list[LogprobItem]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ from rorqual.kernels.sampling import (
     RECORD_WORDS,
     AdjustPool,
     LogprobBuffers,
+    MaskPool,
     make_logprob_buffers,
     make_sampling_columns,
     make_sampling_workspace,
@@ -60,7 +61,8 @@ class PromptLogprobs:
 
 
 class DeviceSampler:
-    """One record a slot; a slot's row of bias and counts; buffers of log-probabilities in turn."""
+    """One record a slot; a slot's row of bias and counts, and of its grammar's mask; buffers of log-probabilities in
+    turn."""
 
     def __init__(self, max_rows: int, vocab_size: int, num_buffers: int, device: torch.device) -> None:
         self._max_rows = max_rows
@@ -68,6 +70,7 @@ class DeviceSampler:
         self._device = device
         self._columns = make_sampling_columns(max_rows, device)
         self._adjust = AdjustPool(max_rows, vocab_size, device)
+        self._masks = MaskPool(max_rows, vocab_size, device)
         self._workspace = make_sampling_workspace(max_rows, vocab_size, device)
         self._logprobs = make_logprob_buffers(max_rows, device)
         self._host = [_HostLogprobs.empty(max_rows, device) for _ in range(num_buffers)]
@@ -75,6 +78,7 @@ class DeviceSampler:
         self._uploaded = 0
         self._changes_at = 0
         self._adjusted: dict[int, Seq] = {}
+        self._constrained: dict[int, tuple[int, Seq]] = {}  # by seq_id, with the slot
         self._with_logprobs: dict[int, Seq] = {}
 
     @property
@@ -85,12 +89,16 @@ class DeviceSampler:
     def join(self, slot: int, sequence: Seq) -> None:
         """`sequence` takes `slot`, with its history so far."""
         spec = sequence.spec
+        if sequence.constraint is not None:
+            spec = replace(spec, min_tokens=0)  # of stop tokens the grammar's mask decides
+            self._constrained[sequence.seq_id] = slot, sequence
         adjusts = needs_adjustment(spec) and sequence.adjuster is not None
         self._records[slot] = pack_record(
             spec,
             sequence.admit.choice_index,
             num_prompt_tokens=sequence.num_prompt_tokens,
             adjust_idx=slot if adjusts else -1,
+            mask_idx=slot if sequence.constraint is not None else -1,
         )
         if adjusts and sequence.adjuster is not None:
             self._adjusted[sequence.seq_id] = sequence
@@ -100,7 +108,23 @@ class DeviceSampler:
 
     def leave(self, slot: int, sequence: Seq) -> None:
         self._adjusted.pop(sequence.seq_id, None)
+        self._constrained.pop(sequence.seq_id, None)
         self._with_logprobs.pop(sequence.seq_id, None)
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a sequence of the set has a grammar."""
+        return bool(self._constrained)
+
+    def set_masks(self, num_generated: Callable[[Seq], int]) -> None:
+        """What the grammars allow next, whose sequences' tokens the host has all seen: to be called before a step.
+
+        `num_generated`: how many tokens a sequence has generated so far.
+        """
+        for slot, sequence in self._constrained.values():
+            assert sequence.constraint is not None
+            words = sequence.constraint.allowed(num_generated(sequence))
+            self._masks.set_row(slot, words if words is not None else np.zeros(self._masks.words.shape[1], np.int32))
 
     def put(self, upload: StepUpload) -> None:
         """Changed records into the step's upload."""
@@ -138,7 +162,7 @@ class DeviceSampler:
             active,
             self._columns,
             self._adjust,
-            None,
+            self._masks,
             self._workspace,
             tokens,
             sound,
@@ -166,7 +190,7 @@ class DeviceSampler:
 
     def observe(self, rows: LaunchedRows, chosen: ChosenTokens) -> None:
         """Tokens join the host's copy of what penalties count; the device's counts have them already."""
-        if not self._adjusted:
+        if not self._adjusted and not self._constrained:
             return
         for row, token_id, sound in zip(
             chosen.rows.tolist(), chosen.token_ids.tolist(), chosen.sound.tolist(), strict=True

@@ -23,7 +23,13 @@ class _InFlight:
 
 
 class GpuStepLoop(OrderLoop):
-    """Launches a step, then looks at the one before it."""
+    """Launches a step, then looks at the one before it.
+
+    While a sequence with a grammar is in the set, the other way round: what it may say next depends on the token before,
+    so each step waits for the host to have seen the last one.
+    """
+
+    takes_grammars = True
 
     def __init__(
         self,
@@ -44,6 +50,14 @@ class GpuStepLoop(OrderLoop):
         if not chunks and self._in_flight and not self._decode.may_run:
             self._finish_step_in_flight()
             return
+        is_constrained = self._engine.is_constrained or any(
+            chunk.is_last and chunk.sequence.constraint is not None for chunk in chunks
+        )
+        if is_constrained and self._in_flight:
+            while self._finish_step_in_flight():
+                pass
+            if not chunks and not self._decode.num_rows:
+                return
         started_s = self._monotonic_s()
         if not self._in_flight:
             self._step_started_s = started_s
@@ -55,6 +69,8 @@ class GpuStepLoop(OrderLoop):
                 sequence.last_token = int(chunk.token_ids[-1])
                 if sequence.ended_before is None:
                     self._decode.add(sequence)
+        if is_constrained:
+            self._engine.set_masks()
         step = self._engine.launch(chunks, num_compute)
         self._in_flight.append(_InFlight(step, chunks, started_s))
         if len(self._in_flight) >= MAX_IN_FLIGHT:
@@ -103,11 +119,18 @@ class GpuStepLoop(OrderLoop):
         else:
             output.seq_ids, output.token_ids = rows.seq_ids[chosen.rows[sound]], chosen.token_ids[sound]
         self._engine.observe(item.step, chosen)
-        for i in np.flatnonzero(chosen.halted).tolist():
+        ended = np.array(
+            [
+                constraint is not None and bool(sound[i]) and constraint.has_ended
+                for i, constraint in enumerate(rows.sequences[row].constraint for row in chosen.rows.tolist())
+            ],
+            np.bool_,
+        )
+        for i in np.flatnonzero(chosen.halted | ended).tolist():
             sequence = rows.sequences[chosen.rows[i]]
             if not sound[i]:
                 self._fault(sequence, self._decode.position_of(sequence) - 1, output)
-            elif chosen.stopped[i]:
+            elif chosen.stopped[i] or ended[i]:
                 self._finish(sequence, STOP, output)
             elif chosen.spent[i]:
                 self._finish(sequence, LENGTH, output)
