@@ -428,3 +428,33 @@ async def test_the_embedded_model_is_made_to_call(stack: Any) -> None:
             for delta in chunk.choices[0].delta.tool_calls or []:
                 arguments += (delta.function.arguments or "") if delta.function else ""
         assert arguments == call.function.arguments
+
+
+@pytest.mark.parametrize(
+    ("format_name", "switch", "reasons"),
+    [
+        ("deepseek-v3", "", False),
+        ("deepseek-r1", "", True),
+        ("deepseek-r1-0528", "", True),
+        ("deepseek-v3.1", thinking(True), True),
+        ("deepseek-v3.1", thinking(False), False),
+        ("deepseek-v4", thinking(True), True),
+        ("deepseek-v4", thinking(False), False),
+    ],
+)
+async def test_a_constraint_leaves_the_reasoning_free(format_name: str, switch: str, reasons: bool) -> None:
+    constraint = text_pb2.Constraint(regex="[0-9]+")
+    async with serve(format_name, "7") as stack:
+        await hear(stack.stub.Chat(ask(tools=False, constraint=constraint, chat_template_kwargs_json=switch)))
+        (request,) = stack.scheduler.seen.opened
+        error = await failure(stack.stub.Chat(ask(constraint=constraint)))
+        assert (error.reason, error.field) == ("UNSUPPORTED_CONSTRAINT", "constraint")
+        stack.scheduler.model.takes_grammars = False
+        await asyncio.sleep(1.5)  # until the tokenizer has asked again
+        error = await failure(stack.stub.Chat(ask(tools=False, constraint=constraint)))
+        assert error.reason == "UNSUPPORTED_CONSTRAINT"
+    grammar = request.sampling.grammar
+    assert "[0-9]+" in grammar.text
+    assert grammar.HasField("after_token_id") == reasons
+    if reasons:
+        assert grammar.after_token_id == tiny().encode("</think>")[0]
