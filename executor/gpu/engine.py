@@ -143,11 +143,8 @@ class GpuEngine:
         self._turn = (self._turn + 1) % _NUM_BUFFERS
         upload = self._upload
         upload.begin()
-        changes, changes_at = upload.reserve(0)
-        num_changes = self.rows.num_pending_changes
-        if num_changes:
-            changes, changes_at = upload.reserve(2 * num_changes)
-            num_changes = self.rows.changes(changes.reshape(-1, 2))
+        changes, changes_at = upload.reserve(2 * self.rows.num_pending_changes)
+        num_changes = self.rows.changes(changes.reshape(-1, 2))
         self._sampler.put(upload)
         plan = (
             plan_chunks(chunks, rows, upload, self._limits, self._model.max_keys, self._model.heads) if chunks else None

@@ -12,6 +12,7 @@ from rorqual.kernels.linear import pack_gate_up as pack_dense_gate_up
 from rorqual.kernels.linear import prepare_absorbed
 
 from ..model.config import ModelConfig
+from ..weights.rotary import as_pairs
 from ..weights.source import TensorSource
 
 
@@ -182,11 +183,3 @@ class _Loader:
         ).to(self.source.device)
         angles = torch.arange(num_positions, dtype=torch.float32, device=self.source.device)[:, None] * inv_freq
         return torch.cat((angles.cos(), angles.sin()), dim=-1) * config.cos_sin_scale
-
-
-def as_pairs(weight: torch.Tensor, num_heads: int, rope_dim: int) -> torch.Tensor:
-    """Reorder each head's last rope_dim rows from (x0 … x31, x32 … x63) to (x0, x32, x1, x33, …)."""
-    heads = weight.view(num_heads, -1, *weight.shape[1:])
-    rest, rotary = heads[:, :-rope_dim], heads[:, -rope_dim:]
-    pairs = rotary.view(num_heads, 2, rope_dim // 2, *weight.shape[1:]).transpose(1, 2).flatten(1, 2)
-    return torch.cat((rest, pairs), dim=1).flatten(0, 1)

@@ -14,6 +14,7 @@ from ..model.moe import DenseMlp, MoeMlp, MoeWeights
 from ..model.mtp import MtpLayer
 from ..model.norm import RmsNorm
 from ..model.rope import Rope
+from .rotary import as_pairs
 from .source import Progress, TensorSource, open_source
 
 MAX_PACKED_BYTES = 2 << 30
@@ -97,10 +98,12 @@ class _Builder:
         kv_a_proj = self.tensor(prefix + "kv_a_proj_with_mqa.weight")
         kv_a_bias = self.optional(prefix + "kv_a_proj_with_mqa.bias")
         if not config.rope_interleave:  # the rows of a half-and-half rotary part, as pairs
-            q_proj = None if q_proj is None else self._as_pairs(q_proj, config.num_attention_heads)
-            q_b_proj = None if q_b_proj is None else self._as_pairs(q_b_proj, config.num_attention_heads)
-            kv_a_proj = self._as_pairs(kv_a_proj, 1)
-            kv_a_bias = None if kv_a_bias is None else self._as_pairs(kv_a_bias, 1)
+            q_proj = None if q_proj is None else as_pairs(q_proj, config.num_attention_heads, config.qk_rope_head_dim)
+            q_b_proj = (
+                None if q_b_proj is None else as_pairs(q_b_proj, config.num_attention_heads, config.qk_rope_head_dim)
+            )
+            kv_a_proj = as_pairs(kv_a_proj, 1, config.qk_rope_head_dim)
+            kv_a_bias = None if kv_a_bias is None else as_pairs(kv_a_bias, 1, config.qk_rope_head_dim)
         weights = MlaWeights(
             q_proj=q_proj,
             q_a_proj=self.optional(prefix + "q_a_proj.weight"),
@@ -115,14 +118,6 @@ class _Builder:
             o_bias=self.optional(prefix + "o_proj.bias"),
         )
         return MlaAttention(config, weights, self.rope, self.scratch, deterministic=self.deterministic, pack=self.pack)
-
-    def _as_pairs(self, weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-        """Reorder each head's last rope_dim rows from (x0 … x31, x32 … x63) to (x0, x32, x1, x33, …)."""
-        rope_dim = self.config.qk_rope_head_dim
-        heads = weight.view(num_heads, -1, *weight.shape[1:])
-        rest, rotary = heads[:, :-rope_dim], heads[:, -rope_dim:]
-        pairs = rotary.view(num_heads, 2, rope_dim // 2, *weight.shape[1:]).transpose(1, 2).flatten(1, 2)
-        return torch.cat((rest, pairs), dim=1).flatten(0, 1)
 
     def dense(self, prefix: str) -> DenseMlp:
         gate, up, down = (self.tensor(f"{prefix}{part}_proj.weight") for part in ("gate", "up", "down"))
