@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Build, test, sanitize and time the kernels on a machine with one Hopper GPU, in one go, within about four minutes.
 # A step that fails does not stop the rest; results and logs go to OUT (default build/gpu-session).
-#   STEPS="build test sanitize bench"   COMMIT=what to record where there is no git   BENCH_FLAGS="--variants"
+#   STEPS="build test bench memcheck synccheck racecheck profile"   SANITIZE="test files to watch"   SANITIZE_S=170
+#   COMMIT=what to record where there is no git   BENCH_FLAGS="--variants"
 set -u
 cd "$(dirname "$0")/../.."
 out=${OUT:-build/gpu-session}
 mkdir -p "$out"
-steps=${STEPS:-build test bench sanitize}
+steps=${STEPS:-build test bench memcheck synccheck}
 pytest="python3 -m pytest -c /dev/null --rootdir=. --confcutdir=tests/gpu -p no:cacheprovider --import-mode=importlib -W ignore -q"
-export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 summary=$out/summary.txt
 : >"$summary"
 
@@ -31,19 +32,25 @@ for part in $steps; do
     step test 100 $pytest --tb=short tests/gpu
     grep -E '^(FAILED|ERROR)|passed|failed|^E  ' "$out/test.log" | cut -c1-300 | tail -40
     ;;
-  sanitize)
-    # A part of the cases: all kernels, odd lengths, several query tokens, both ways of cutting.
-    step memcheck 100 compute-sanitizer --tool memcheck --error-exitcode 9 --launch-timeout 60 \
-      $pytest tests/gpu -k "(edges and (16 or 32 or 128)) or any_cut or (several and 5) or (mla_store and 65) or (rms_norm and 7)"
-    grep -E 'ERROR SUMMARY|Invalid|passed|failed|=========.*(at |by )' "$out/memcheck.log" | sort | uniq -c | sort -rn | head -20
-    ;;
-  memcheck-all)
-    step memcheck-all 120 compute-sanitizer --tool memcheck --error-exitcode 9 --launch-timeout 60 $pytest tests/gpu -k "not very_long"
-    grep -E 'ERROR SUMMARY|Invalid|passed|failed' "$out/memcheck-all.log" | sort | uniq -c | sort -rn | head
-    ;;
-  synccheck)
-    step synccheck 60 compute-sanitizer --tool synccheck --error-exitcode 9 $pytest tests/gpu -k "any_cut or (edges and (16 or 128))"
-    grep -E 'ERROR SUMMARY|=========.*(Barrier|Divergent)|passed|failed' "$out/synccheck.log" | cut -c1-200 | sort | uniq -c | sort -rn | head
+  memcheck | synccheck | racecheck)
+    # Every test file in a process of its own, side by side; only our own kernels are watched.
+    mkdir -p "$out/$part"
+    start=$SECONDS
+    for file in ${SANITIZE:-tests/gpu/test_*.py}; do
+      log=$out/$part/$(basename "$file" .py).log
+      (
+        timeout "${SANITIZE_S:-170}" compute-sanitizer --tool "$part" --error-exitcode 9 --kernel-name kns=rorqual \
+          $pytest -k "not very_long" "$file" >"$log" 2>&1
+        echo "exit $?" >>"$log"
+      ) &
+    done
+    wait
+    echo "$part: $((SECONDS - start)) s" | tee -a "$summary"
+    for log in "$out/$part"/*.log; do
+      echo "  $(basename "$log" .log): $(grep -oE '[0-9]+ (passed|failed)[^=]*' "$log" | tail -1)," \
+        "$(grep -oE 'ERROR SUMMARY.*|Device not supported' "$log" | tail -1), $(tail -1 "$log")" | tee -a "$summary"
+      grep -E '=========.*(Invalid|Barrier|Divergent|race|Race|Error)' "$log" | sort | uniq -c | sort -rn | head -4
+    done
     ;;
   profile)
     for shape in 16,1,4096,0 16,32,4096,0 16,128,8192,0 128,1,4096,2 128,128,8192,2; do
