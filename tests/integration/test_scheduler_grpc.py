@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from executor.sim.device import SimConfig, SimExecutor, expected_tokens
 from rorqual.core.config import SchedulerConfig, TelemetryConfig
 from rorqual.core.errors import RorqualError
 from rorqual.core.token_ids import pack_token_ids, unpack_token_ids
@@ -28,7 +29,7 @@ from rorqual.v1 import (
     generation_pb2_grpc,
 )
 from services.scheduler.server import SchedulerServer
-from tests.support.sim_executor import SimConfig, SimExecutor, SimExecutorLink, expected_tokens
+from tests.support.sim_executor import SimExecutorLink
 
 VOCAB = 4096
 

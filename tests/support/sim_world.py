@@ -11,6 +11,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
+from executor.sim.device import SimConfig, SimExecutor, expected_tokens
 from rorqual.core.errors import (
     CapacityError,
     DeadlineExceededError,
@@ -33,8 +34,6 @@ from services.scheduler.stream_events import (
     StreamTokens,
 )
 from services.scheduler.wire import fill_batch, reported_from_proto, request_from_proto, spec_from_hello
-
-from .sim_executor import SimConfig, SimExecutor, expected_tokens
 
 
 @dataclass

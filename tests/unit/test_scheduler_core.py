@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from executor.sim.device import SimConfig, SimExecutor
 from rorqual.core.blocks import BLOCK_SIZE
 from rorqual.core.errors import (
     CapacityError,
@@ -24,7 +25,6 @@ from services.scheduler.events import ExecutorConnected
 from services.scheduler.orders import Admit, Drop, Extend, Label, Order, Prefill
 from services.scheduler.stream_events import FinishReason, StreamAdmitted, StreamFinished, StreamTokens
 from services.scheduler.wire import reported_from_proto, spec_from_hello
-from tests.support.sim_executor import SimConfig, SimExecutor
 from tests.support.sim_world import Client, Link, World
 
 VOCAB = 97

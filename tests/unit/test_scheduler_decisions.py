@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from executor.sim.device import SimExecutor
 from rorqual.core.errors import InvalidRequestError, PreconditionError, UnavailableError
 from rorqual.core.token_ids import pack_token_ids, pack_uint64
 from rorqual.v1 import common_pb2, executor_pb2, generation_pb2
@@ -21,7 +22,6 @@ from services.scheduler.sequence import Sequence
 from services.scheduler.stream_events import FinishReason, StreamFinished, StreamTokens
 from services.scheduler.waiting_queue import WaitingQueue
 from services.scheduler.wire import reported_from_proto, request_from_proto, spec_from_hello
-from tests.support.sim_executor import SimExecutor
 
 
 @settings(deadline=None)

@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.scheduler.fuzz import fuzz
+from executor.sim.device import ContractError, SimConfig, SimExecutor
 from services.scheduler.core import CoreConfig, SchedulerCore
 from services.scheduler.executor_state import ExecutorState
 from services.scheduler.orders import Prefill
 from services.scheduler.placement import cheapest_of
 from services.scheduler.sequence import Sequence
-from tests.support.sim_executor import ContractError, SimConfig, SimExecutor
 from tests.support.sim_world import World, random_action, random_run
 
 

@@ -1,0 +1,1 @@
+"""The simulated executor: the contract of orders, KV and reports without a model."""
