@@ -45,7 +45,7 @@ WARM_UP_TOKENS = 8
 async def simulate(address: str, step_s: float, stats_file: str) -> None:
     """The executor: every decoding sequence gets a token each step. When it is ended it writes what it saw."""
     from executor.sim.device import SimConfig, SimExecutor
-    from tests.support.sim_executor import SimExecutorLink
+    from tests.support.sim_link import SimExecutorLink
 
     class Executor(SimExecutor):
         """Remembers when it made each token, by the lengths of prompt and answer: no two requests have the same."""

@@ -29,7 +29,7 @@ from rorqual.v1 import (
     generation_pb2_grpc,
 )
 from services.scheduler.server import SchedulerServer
-from tests.support.sim_executor import SimExecutorLink
+from tests.support.sim_link import SimExecutorLink
 
 VOCAB = 4096
 

@@ -12,7 +12,7 @@ import pytest
 
 from rorqual.rpc.channel import open_channel
 from rorqual.v1 import generation_pb2, generation_pb2_grpc
-from tests.support.sim_executor import SimExecutorLink
+from tests.support.sim_link import SimExecutorLink
 
 ROOT = Path(__file__).resolve().parents[2]
 
