@@ -76,6 +76,7 @@ class SimConfig:
     vocab_size: int = 8192
     fingerprint: bytes = b"sim".ljust(32, b"\0")
     deterministic: bool = False
+    takes_grammars: bool = False
     model_name: str = "sim"
     read_back: bool = True  # False: the next token ignores the history, for load tests with long ones
 
@@ -153,6 +154,7 @@ class SimExecutor:
                 vocab_size=c.vocab_size,
                 fingerprint=c.fingerprint,
                 deterministic=c.deterministic,
+                takes_grammars=c.takes_grammars,
             ),
             max_num_seqs=c.max_num_seqs,
             max_num_batched_tokens=c.max_num_batched_tokens,
@@ -219,6 +221,10 @@ class SimExecutor:
             raise ContractError(
                 f"cached {admit.num_cached_tokens} < {admit.num_tokens} < {admit.max_total_tokens} is false"
             )
+        if admit.max_total_tokens > self.config.max_model_len:
+            raise ContractError(f"a sequence of up to {admit.max_total_tokens} tokens")
+        if admit.sampling.HasField("grammar") and not self.config.takes_grammars:
+            raise ContractError("a sequence with a grammar")
         if not admit.sampling.HasField("seed"):
             raise ContractError("a sequence without a seed")
         table = list(unpack_token_ids(admit.block_tables[0].block_ids))

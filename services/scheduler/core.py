@@ -13,10 +13,12 @@ from dataclasses import dataclass, field, replace
 
 from rorqual.core.blocks import BLOCK_SIZE
 from rorqual.core.errors import (
+    CapacityError,
     DeadlineExceededError,
     InvalidRequestError,
     NumericalFaultError,
     PreconditionError,
+    PromptTooLongError,
     QueueFullError,
     RorqualError,
     SupersededError,
@@ -51,7 +53,7 @@ from .stream_events import (
     StreamStarted,
     StreamTokens,
 )
-from .validation import capacity_error, check_against_model, total_tokens_bound
+from .validation import UNSUPPORTED_CONSTRAINT, capacity_error, check_against_model, total_tokens_bound
 from .waiting_queue import WaitingQueue
 
 
@@ -81,6 +83,7 @@ class SchedulerCore:
         self._config = config
         self.stats = CoreStats()
         self.model: ModelSpec | None = None  # the last one served, also while no executor is connected
+        self._served_version = 0  # grows whenever a request might fit that did not, or no longer
         self._executors: dict[int, ExecutorState] = {}
         self._placement = Placement()
         self._prefixes = PrefixMemory()
@@ -208,16 +211,17 @@ class SchedulerCore:
         served = self.model
         for other in [e for e in self._executors.values() if e.spec.executor_id == spec.executor_id]:
             self._on_lost(other.link_id)  # it says hello again: the old link is dead, whether we have noticed or not
-        if self._executors and served is not None:
-            if (model.fingerprint, model.deterministic) != (served.fingerprint, served.deterministic):
-                raise PreconditionError(
-                    "executors of another model, or with another --deterministic, are connected "
-                    f"({served.name}, {served.fingerprint.hex()[:12]}); this one has {model.name}, "
-                    f"{model.fingerprint.hex()[:12]}: give each model a scheduler of its own",
-                    reason="MODEL_MISMATCH",
-                )
-            model = replace(served, max_model_len=min(model.max_model_len, served.max_model_len))
-        self.model = model
+        if (
+            self._executors
+            and served is not None
+            and (model.fingerprint, model.deterministic) != (served.fingerprint, served.deterministic)
+        ):
+            raise PreconditionError(
+                "executors of another model, or with another --deterministic, are connected "
+                f"({served.name}, {served.fingerprint.hex()[:12]}); this one has {model.name}, "
+                f"{model.fingerprint.hex()[:12]}: give each model a scheduler of its own",
+                reason="MODEL_MISMATCH",
+            )
         executor = ExecutorState(
             link_id,
             replace(spec, model=model),
@@ -227,6 +231,7 @@ class SchedulerCore:
         )
         self._executors[link_id] = executor
         self._placement.add(executor)
+        self._served_changed()
         self._touch(executor)
         parked, self._parked = self._parked, {}
         for seq in parked.values():
@@ -237,6 +242,7 @@ class SchedulerCore:
         if executor is None:
             return
         self._placement.remove(executor)
+        self._served_changed()
         self._reopened.pop(link_id, None)
         self._touched.pop(link_id, None)
         self._capacity_version += 1
@@ -249,6 +255,17 @@ class SchedulerCore:
                 self._note_running(seq, -1)
                 self._events.append(StreamPreempted(seq.stream_id, "executor lost"))
             self._return_to_queue(seq)
+
+    def _served_changed(self) -> None:
+        """What is served is what any executor takes; it stays as it was when the last one has left."""
+        self._served_version += 1
+        models = [executor.model for executor in self._executors.values()]
+        if models:
+            self.model = replace(
+                models[0],
+                max_model_len=max(model.max_model_len for model in models),
+                takes_grammars=any(model.takes_grammars for model in models),
+            )
 
     def _on_report(self, report: Reported) -> None:
         executor = self._executors.get(report.link_id)
@@ -383,14 +400,10 @@ class SchedulerCore:
         """Admit, park, refuse or let follow the queue's head; False where it has to stay."""
         model = self.model
         assert model is not None
-        if seq.validated_for != model and (error := self._validate(seq, model)) is not None:
-            self._fail(seq, error)
+        if seq.validated_at != self._served_version and (error := self._validate(seq, model)) is not None:
+            self._fail_or_park(seq, error)
             return True
         if self._finish_if_ended(seq):
-            return True
-        num_blocks = self._placement.max_num_blocks
-        if seq.max_blocks > num_blocks:
-            self._outgrown(seq, model, num_blocks)
             return True
         seq.hash_blocks(seq.num_tokens // BLOCK_SIZE, model, caching=self._config.enable_prefix_caching)
         best = self._cheapest_plan(seq) or self._make_room(seq)
@@ -417,25 +430,23 @@ class SchedulerCore:
     def _changed(self) -> dict[int, ExecutorState]:
         return {**self._reopened, **self._touched}
 
-    def _outgrown(self, seq: Sequence, model: ModelSpec, num_blocks: int) -> None:
-        """The queue's head was accepted when a larger executor was there."""
-        bound = total_tokens_bound(seq.request, model, num_blocks)
-        if seq.request.max_tokens is None and seq.num_tokens < bound and blocks_for(bound - 1) <= num_blocks:
-            seq.max_total, seq.max_blocks = bound, blocks_for(bound - 1)  # its end was ours to choose
-        elif seq.was_parked:
-            self._fail(seq, capacity_error(seq.request, seq.max_total, num_blocks))
-        else:  # it waits for the next one to connect, which is likely the same again
+    def _fail_or_park(self, seq: Sequence, error: RorqualError) -> None:
+        """The queue's head fits nowhere. One that has run waits for the next executor: a larger one was there."""
+        outgrown = isinstance(error, (PromptTooLongError, CapacityError)) or error.reason == UNSUPPORTED_CONSTRAINT
+        if outgrown and seq.started and not seq.was_parked:
             self._waiting.discard(seq)
             seq.was_parked = True
             seq.state = State.PARKED
             self._parked[seq.stream_id] = seq
+        else:
+            self._fail(seq, error)
 
     def _make_room(self, seq: Sequence) -> Placed | None:
         """Displace sequences of a lower priority class for `seq`, if that lets it in."""
         if not any(priority > seq.request.priority for priority in self._running_by_priority):
             return None
         for executor in list((self._changed() if self._was_refused(seq) else self._executors).values()):
-            if seq.max_blocks > executor.cache.num_blocks:
+            if not executor.fits(seq):
                 continue
             victims = executor.victims_for(seq)
             if victims is None:
@@ -502,25 +513,31 @@ class SchedulerCore:
                     self._enqueue(seq)
 
     def _validate(self, seq: Sequence, model: ModelSpec) -> RorqualError | None:
-        """Judge a request against the model served now, and set what follows from it."""
+        """Judge a request against what is served now, and set what follows from it."""
         request = seq.request
-        error = check_against_model(request, seq.num_tokens, model)
+        capacities = [capacity for capacity in self._placement.capacities if capacity.takes(request)]
+        error = check_against_model(request, seq.num_tokens, model, capacities)
         if error is not None:
             return error
-        num_blocks = self._placement.max_num_blocks
-        max_total = total_tokens_bound(request, model, num_blocks or model.max_model_len)
         seq.scores_prompt_only = (
             request.max_tokens == 0 and request.wants_prompt_logprobs and not request.prompt_logprobs_delivered
         )
-        if seq.scores_prompt_only:
-            max_total += 1  # the executor makes one token, which nobody sees
+        # The executor makes one token of a prompt that is only scored, which nobody sees.
+        max_total = total_tokens_bound(request, model, capacities) + seq.scores_prompt_only
+        if seq.started:
+            was_ours_to_choose = (
+                request.max_tokens is None or request.num_prompt_tokens + request.max_tokens > seq.max_total
+            )
+            if not was_ours_to_choose or max_total <= seq.num_tokens:
+                max_total = seq.max_total
         max_blocks = blocks_for(max_total - 1)
-        if num_blocks and max_blocks > num_blocks and not seq.started:
-            return capacity_error(request, max_total, num_blocks)
+        if capacities and not any(capacity.holds(max_total, max_blocks) for capacity in capacities):
+            return capacity_error(request, max_total, capacities)
         if seq.validated_for is not None and seq.validated_for.fingerprint != model.fingerprint:
             seq.hashes = []
         seq.max_total, seq.max_blocks = max_total, max_blocks
-        seq.validated_for = model if num_blocks else None  # again when the memory is known
+        # Again when there is an executor, and when others have come or gone.
+        seq.validated_for, seq.validated_at = (model, self._served_version) if capacities else (None, 0)
         return None
 
     # -- ends -----------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from .kv_cache import KvCache, blocks_for
 from .orders import Admit, Drop, Extend, Label, Order, Prefill
 from .prefill_queue import PrefillQueue
 from .sequence import NEVER, Sequence, State
+from .validation import Capacity
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class ExecutorState:
         "_prefill",
         "_step_time_us",
         "cache",
+        "capacity",
         "draining",
         "heap_load",
         "heap_ticket",
@@ -65,6 +67,7 @@ class ExecutorState:
         self.spec = spec
         self.model: ModelSpec = spec.model
         self.cache = KvCache(spec.groups, spec.inventory if caching else ())
+        self.capacity = Capacity(spec.model.max_model_len, self.cache.num_blocks, spec.model.takes_grammars)
         self.max_num_seqs = min(spec.max_num_seqs, max_num_seqs or spec.max_num_seqs)
         batched = min(spec.max_num_batched_tokens, max_num_batched_tokens or spec.max_num_batched_tokens)
         # The executor sets decodes aside by its own figures; a bound of ours only makes chunks smaller.
@@ -121,6 +124,10 @@ class ExecutorState:
         if self._num_short(seq, matched) > 0:
             return None
         return Plan(matched, most, None, self._cost(seq, matched))
+
+    def fits(self, seq: Sequence) -> bool:
+        """Whether `seq` could run here to its end, were it alone."""
+        return self.capacity.holds(seq.max_total, seq.max_blocks) and self.capacity.takes(seq.request)
 
     def knows_prefix(self, seq: Sequence) -> bool:
         """Whether the first block of `seq` is here, or being computed."""

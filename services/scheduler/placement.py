@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable
 from typing import TypeAlias
 
 from .executor_state import ExecutorState, Plan
 from .sequence import Sequence
+from .validation import Capacity
 
 Placed: TypeAlias = tuple[ExecutorState, Plan]
 
@@ -19,7 +21,7 @@ def cheapest_of(executors: Iterable[ExecutorState], seq: Sequence) -> Placed | N
     best: Placed | None = None
     strangers: list[ExecutorState] = []
     for executor in executors:
-        if seq.max_blocks > executor.cache.num_blocks:
+        if not executor.fits(seq):
             continue
         if not executor.knows_prefix(seq):
             strangers.append(executor)
@@ -39,10 +41,10 @@ class Placement:
     block of the newcomer, and of the rest the idlest that has room. Full ones leave the heap until they change.
     """
 
-    __slots__ = ("_by_first_block", "_by_load", "_executors", "_num_entries", "_sweep_at", "_tickets", "max_num_blocks")
+    __slots__ = ("_by_first_block", "_by_load", "_executors", "_num_entries", "_sweep_at", "_tickets", "capacities")
 
     def __init__(self) -> None:
-        self.max_num_blocks = 0  # of the largest executor
+        self.capacities: Counter[Capacity] = Counter()  # how many executors of each kind
         self._executors: dict[int, ExecutorState] = {}
         self._by_first_block: dict[bytes, dict[int, ExecutorState]] = {}  # identity -> link id -> executor
         self._num_entries = 0
@@ -52,13 +54,15 @@ class Placement:
 
     def add(self, executor: ExecutorState) -> None:
         self._executors[executor.link_id] = executor
-        self.max_num_blocks = max(self.max_num_blocks, executor.cache.num_blocks)
+        self.capacities[executor.capacity] += 1
         self.refresh(executor)
 
     def remove(self, executor: ExecutorState) -> None:
-        self._executors.pop(executor.link_id, None)
+        del self._executors[executor.link_id]
         executor.heap_ticket = 0
-        self.max_num_blocks = max((e.cache.num_blocks for e in self._executors.values()), default=0)
+        self.capacities[executor.capacity] -= 1
+        if not self.capacities[executor.capacity]:
+            del self.capacities[executor.capacity]
 
     def refresh(self, executor: ExecutorState) -> None:
         """Take in what happened to `executor`: first blocks that it has now, more room, less load."""
@@ -84,7 +88,7 @@ class Placement:
         knowing = self._knowing(seq)
         for executor in knowing:
             if (
-                seq.max_blocks <= executor.cache.num_blocks
+                executor.fits(seq)
                 and (plan := executor.plan(seq)) is not None
                 and (best is None or plan.cost < best[1].cost)
             ):
@@ -124,7 +128,7 @@ class Placement:
             elif (now := executor.load()) != load:
                 heapq.heapreplace(heap, (now, link_id, ticket, executor))
                 executor.heap_load = now
-            elif link_id in but or seq.max_blocks > executor.cache.num_blocks or (plan := executor.plan(seq)) is None:
+            elif link_id in but or not executor.fits(seq) or (plan := executor.plan(seq)) is None:
                 aside.append(heapq.heappop(heap))
             else:
                 found = executor, plan

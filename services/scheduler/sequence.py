@@ -64,6 +64,7 @@ class Sequence:
         "stream_id",
         "tables",
         "tried_at",
+        "validated_at",
         "validated_for",
         "was_parked",
         "was_preempted",
@@ -83,6 +84,7 @@ class Sequence:
         self.tried_at = -1  # the core's capacity version when placing it failed last
         # Known once a model is.
         self.validated_for: ModelSpec | None = None
+        self.validated_at = 0  # the core's version of what is served; 0: before there was an executor
         self.max_total = 0
         self.max_blocks = 0
         self.scores_prompt_only = False  # no token is wanted, only the prompt's log-probabilities

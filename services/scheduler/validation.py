@@ -1,6 +1,9 @@
-"""Whether a request can be served at all, judged against a model and the memory there is."""
+"""Whether a request can be served at all, judged against a model and the executors there are."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from rorqual.core.blocks import BLOCK_SIZE
 from rorqual.core.errors import CapacityError, InvalidRequestError, PromptTooLongError, RorqualError
@@ -8,16 +11,44 @@ from rorqual.core.errors import CapacityError, InvalidRequestError, PromptTooLon
 from .events import ModelSpec, Request
 from .kv_cache import blocks_for
 
+UNSUPPORTED_CONSTRAINT = "UNSUPPORTED_CONSTRAINT"
 
-def check_against_model(request: Request, num_tokens: int, model: ModelSpec) -> RorqualError | None:
-    """The error of a request that `model` cannot serve: too long, or naming a token it does not have."""
+
+class Capacity(NamedTuple):
+    """What an executor can hold of one history. Executors that are alike have one and the same."""
+
+    max_model_len: int
+    num_blocks: int
+    takes_grammars: bool
+
+    def takes(self, request: Request) -> bool:
+        """Whether it does what the request asks for, whatever its length."""
+        return self.takes_grammars or not request.has_grammar
+
+    def holds(self, max_total: int, max_blocks: int) -> bool:
+        return max_total <= self.max_model_len and max_blocks <= self.num_blocks
+
+    @property
+    def longest(self) -> int:
+        """The last token of a history needs no slot, so `num_blocks` hold one token more than they have slots."""
+        return min(self.max_model_len, self.num_blocks * BLOCK_SIZE + 1)
+
+
+def check_against_model(
+    request: Request, num_tokens: int, model: ModelSpec, capacities: Sequence[Capacity]
+) -> RorqualError | None:
+    """The error of a request that `model` cannot serve: too long, or naming a token it does not have.
+
+    `capacities`: of the executors that take it; where they differ, the one for the longest histories counts.
+    """
     num_prompt = request.num_prompt_tokens
-    if num_prompt >= model.max_model_len or num_tokens > model.max_model_len:
+    longest = max((capacity.max_model_len for capacity in capacities), default=model.max_model_len)
+    if num_prompt >= longest or num_tokens > longest:
         return PromptTooLongError(
             f"the prompt has {num_prompt} tokens, which leaves nothing to generate within max_model_len "
-            f"({model.max_model_len}): shorten it by {max(num_prompt, num_tokens - 1) - model.max_model_len + 1} or more",
+            f"({longest}): shorten it by {max(num_prompt, num_tokens - 1) - longest + 1} or more",
             field="token_ids",
-            metadata={"num_prompt_tokens": str(num_prompt), "max_model_len": str(model.max_model_len)},
+            metadata={"num_prompt_tokens": str(num_prompt), "max_model_len": str(longest)},
         )
     for field, largest in request.largest_ids:
         if largest >= model.vocab_size:
@@ -30,30 +61,37 @@ def check_against_model(request: Request, num_tokens: int, model: ModelSpec) -> 
     if request.has_grammar and not model.takes_grammars:
         return InvalidRequestError(
             "sampling.grammar: the executors that serve this model take no grammars",
-            reason="UNSUPPORTED_CONSTRAINT",
+            reason=UNSUPPORTED_CONSTRAINT,
             field="sampling.grammar",
         )
     return None
 
 
-def total_tokens_bound(request: Request, model: ModelSpec, num_blocks: int) -> int:
-    """How long the history may become. Without max_tokens: what fits in the model's length and in memory.
-
-    The last token of a history needs no slot, so `num_blocks` hold one token more than they have slots.
-    """
+def total_tokens_bound(request: Request, model: ModelSpec, capacities: Sequence[Capacity]) -> int:
+    """How long the history may become. Without max_tokens: what fits in the model's length and in memory."""
+    max_model_len = max((capacity.max_model_len for capacity in capacities), default=model.max_model_len)
     if request.max_tokens is not None:
-        return min(request.num_prompt_tokens + request.max_tokens, model.max_model_len)
-    return min(model.max_model_len, max(num_blocks * BLOCK_SIZE + 1, request.num_prompt_tokens + 1))
+        return min(request.num_prompt_tokens + request.max_tokens, max_model_len)
+    longest = max((capacity.longest for capacity in capacities), default=max_model_len)
+    return min(max_model_len, max(longest, request.num_prompt_tokens + 1))
 
 
-def capacity_error(request: Request, max_total: int, num_blocks: int) -> CapacityError:
+def capacity_error(request: Request, max_total: int, capacities: Sequence[Capacity]) -> CapacityError:
     """The refusal of a request that no executor could ever hold, with the figures."""
     needed = blocks_for(max_total - 1)
     generated = max_total - request.num_prompt_tokens
+    num_blocks = max(capacity.num_blocks for capacity in capacities)
+    what = f"{request.num_prompt_tokens} prompt tokens and up to {generated} generated ones need {needed} KV blocks of "
+    if needed > num_blocks:
+        message = f"{what}{BLOCK_SIZE} tokens, but the largest executor has {num_blocks}"
+    else:
+        there = ", ".join(
+            f"{capacity.num_blocks} blocks with max_model_len {capacity.max_model_len}" for capacity in capacities
+        )
+        message = f"{what}{BLOCK_SIZE} tokens and a max_model_len of {max_total} on one executor; there are: {there}"
     return CapacityError(
-        f"{request.num_prompt_tokens} prompt tokens and up to {generated} generated ones need {needed} KV blocks of "
-        f"{BLOCK_SIZE} tokens, but the largest executor has {num_blocks}: shorten the prompt, lower max_tokens, or give "
-        "the executor more memory (--kv-cache-bytes, --gpu-memory-utilization)",
+        f"{message}: shorten the prompt, lower max_tokens, or give the executor more memory (--kv-cache-bytes, "
+        "--gpu-memory-utilization)",
         field="max_tokens" if blocks_for(request.num_prompt_tokens) < num_blocks else "token_ids",
         metadata={"needed_blocks": str(needed), "total_blocks": str(num_blocks), "block_size": str(BLOCK_SIZE)},
     )

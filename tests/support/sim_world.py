@@ -11,10 +11,11 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from executor.sim.device import SimConfig, SimExecutor, expected_tokens
+from executor.sim.device import BLOCK_SIZE, SimConfig, SimExecutor, expected_tokens
 from rorqual.core.errors import (
     CapacityError,
     DeadlineExceededError,
+    InvalidRequestError,
     NumericalFaultError,
     PromptTooLongError,
     QueueFullError,
@@ -78,7 +79,8 @@ class World:
         self.num_events = 0
         self._num_ids = 0
         self._num_attempts = 0
-        self._expected: dict[bytes, tuple[list[int], int]] = {}
+        self._expected: dict[tuple[int, bytes], tuple[list[int], int]] = {}
+        self._longest: set[int] = set()  # of a history, on the executors that were ever here
         self._prefixes = [
             [rng.randrange(vocab_size) for _ in range(length)] for length in (64, 100, 130, 200)
         ]  # what prompts have in common
@@ -121,6 +123,8 @@ class World:
             sampling.logprobs = 1
         if rng.random() < 0.2:
             sampling.repetition_penalty = 1.2
+        if rng.random() < 0.05:
+            sampling.grammar.text = "root ::= .*"  # which simulated executors allow anything in
         proto = generation_pb2.GenerateRequest(
             request_id=f"r{self._num_ids}",
             token_ids=pack_token_ids(prompt),
@@ -168,6 +172,7 @@ class World:
 
     def connect(self, sim: SimExecutor) -> Link:
         self._num_ids += 1
+        self._longest |= {sim.config.max_model_len, sim.config.num_blocks * BLOCK_SIZE + 1}
         hello = executor_pb2.Hello.FromString(sim.hello().SerializeToString())
         self.handle(ExecutorConnected(self._num_ids, spec_from_hello(hello)))
         self.links[self._num_ids] = link = Link(self._num_ids, sim)
@@ -231,13 +236,11 @@ class World:
     # -- what clients see -----------------------------------------------------------------------------
 
     def expected(self, client: Client) -> tuple[list[int], int]:
-        """The run of this request alone."""
+        """The run of this request alone, on an executor for the longest of histories."""
         proto = client.proto
-        key = proto.SerializeToString(deterministic=True)
+        key = max(self._longest), proto.SerializeToString(deterministic=True)
         if key not in self._expected:
-            model = self.core.model
-            assert model is not None
-            max_total = model.max_model_len
+            max_total = max(self._longest)
             if proto.HasField("max_tokens"):
                 max_total = min(max_total, proto.num_prompt_tokens + proto.max_tokens)
             history_ended = (
@@ -297,8 +300,9 @@ class World:
         if client.left_early:
             return
         tokens, reason = self.expected(client)
-        if not client.proto.HasField("max_tokens") and event.reason == FinishReason.LENGTH:
-            return  # what fits in memory; that the tokens are right was checked as they came
+        num_total = client.proto.num_prompt_tokens + event.num_generated_tokens
+        if event.reason == FinishReason.LENGTH and num_total in self._longest and len(client.tokens) < len(tokens):
+            return  # the longest that fits somewhere; that the tokens are right was checked as they came
         assert client.tokens == tokens, (
             f"stream {client.stream_id} ended with {len(client.tokens)} of {len(tokens)} tokens"
         )
@@ -316,8 +320,10 @@ class World:
         elif isinstance(error, QueueFullError):
             assert not client.proto.HasField("resume"), "a resume is never refused for a full queue"
         elif isinstance(error, PromptTooLongError):
-            assert self.core.model is not None
-            assert client.proto.num_prompt_tokens >= self.core.model.max_model_len
+            assert len(client.proto.token_ids) // 4 + len(client.tokens) >= min(self._longest)
+        elif isinstance(error, InvalidRequestError):
+            assert error.reason == "UNSUPPORTED_CONSTRAINT"
+            assert client.proto.sampling.HasField("grammar")
         else:
             assert isinstance(error, (SupersededError, CapacityError, NumericalFaultError)), f"unexpected {error!r}"
 
@@ -332,6 +338,7 @@ def random_config(rng: random.Random) -> SimConfig:
         num_draft_tokens=num_draft_tokens,
         max_num_batched_tokens=max_num_seqs * (1 + num_draft_tokens) + rng.choice((64, 65, 130, 300)),
         max_model_len=rng.choice((350, 700)),
+        takes_grammars=rng.random() < 0.7,
         vocab_size=97,
     )
 
@@ -384,18 +391,19 @@ def random_action(world: World, spare: list[SimExecutor]) -> None:
 
 
 def random_run(rng: random.Random, num_actions: int) -> World:
-    """A world of one or two small executors, disturbed `num_actions` times and then left to finish."""
+    """A world of up to three small executors, alike or not, disturbed `num_actions` times and then left to finish."""
     config = CoreConfig(
         max_queue_len=rng.choice((10, 1000)),
         enable_prefix_caching=rng.random() < 0.9,
         max_num_seqs=rng.choice((0, 0, 3)),
     )
     world = World(rng, config)
-    sim_config = random_config(rng)
-    deterministic = rng.random() < 0.3
+    first = random_config(rng)
+    deterministic, are_equal = rng.random() < 0.3, rng.random() < 0.5
     spare: list[SimExecutor] = []
     for i in range(rng.choice((1, 1, 2, 3))):
-        copy = SimConfig(**{**vars(sim_config), "executor_id": f"sim-{i}", "deterministic": deterministic})
+        each = first if are_equal else random_config(rng)
+        copy = SimConfig(**{**vars(each), "executor_id": f"sim-{i}", "deterministic": deterministic})
         spare.append(SimExecutor(copy))
     world.connect(spare.pop())
     for _ in range(num_actions):

@@ -15,6 +15,7 @@ from rorqual.core.errors import (
     InvalidRequestError,
     NumericalFaultError,
     PreconditionError,
+    PromptTooLongError,
     QueueFullError,
     SupersededError,
 )
@@ -573,6 +574,68 @@ def test_a_larger_executor_may_leave_more_than_once() -> None:
         large = world.connect(sim)
     world.run_to_end()
     assert len(client.tokens) == 1000
+
+
+def test_a_request_goes_only_where_it_fits() -> None:
+    world, short = make_world(max_model_len=300, executor_id="short")
+    long = world.connect(make_sim(num_blocks=30, max_model_len=1000, executor_id="long"))
+    assert world.core.model is not None
+    assert world.core.model.max_model_len == 1000
+    clients = [world.open(make_proto(100, start=i, max_tokens=600)) for i in range(3)]
+    assert len(of(Admit, orders(world, long))) == 3
+    assert orders(world, short) == []
+    clients += [world.open(make_proto(50, start=i, max_tokens=20)) for i in range(3, 9)]
+    assert of(Admit, orders(world, short)), "a short one goes wherever there is room"
+    world.run_to_end()
+    assert [len(client.tokens) for client in clients] == [600] * 3 + [20] * 6
+
+
+def test_what_fits_nowhere_is_refused_at_once_with_the_figures() -> None:
+    world, _ = make_world(num_blocks=10, max_model_len=1000, executor_id="long")
+    world.connect(make_sim(num_blocks=100, max_model_len=400, executor_id="large"))
+    client = world.open(make_proto(300, max_tokens=500))
+    assert isinstance(client.error, CapacityError)
+    assert "10 blocks with max_model_len 1000, 100 blocks with max_model_len 400" in client.error.message
+    client = world.open(make_proto(1000, start=1))
+    assert isinstance(client.error, PromptTooLongError)
+    assert client.error.metadata["max_model_len"] == "1000"
+    world.run_to_end()
+
+
+def test_grammars_go_where_they_are_taken() -> None:
+    grammar = {"grammar": common_pb2.Grammar(text="root ::= .*")}
+    world, plain = make_world(executor_id="plain")
+    refused = world.open(make_proto(request_id="a", sampling=grammar))
+    assert isinstance(refused.error, InvalidRequestError)
+    taking = world.connect(make_sim(max_model_len=150, takes_grammars=True, executor_id="taking"))
+    client = world.open(make_proto(request_id="b", sampling=grammar, max_tokens=50))
+    assert isinstance(world.open(make_proto(150, request_id="c", sampling=grammar)).error, PromptTooLongError)
+    assert len(of(Admit, turn(world, taking))) == 1
+    turn(world, taking)
+    sim = world.lose(taking)
+    turn(world, plain)
+    assert not client.ended, "it has begun, and waits for one that takes it"
+    world.connect(sim)
+    world.run_to_end()
+    assert len(client.tokens) == 50
+
+
+def test_an_executor_for_longer_histories_left() -> None:
+    world, long = make_world(max_model_len=1000, executor_id="long")
+    short = world.connect(make_sim(max_model_len=300, executor_id="short"))
+    fixed = world.open(make_proto(100, max_tokens=600))
+    clipped = world.open(make_proto(100, start=1, max_tokens=5000))
+    for _ in range(5):
+        turn(world, long)
+    sim = world.lose(long)
+    for _ in range(300):
+        turn(world, short)
+    assert len(clipped.tokens) == 200, "its end was the model's, which is now this one"
+    assert fixed.tokens
+    assert not fixed.ended
+    world.connect(sim)
+    world.run_to_end()
+    assert len(fixed.tokens) == 600
 
 
 def test_scoring_a_prompt_of_one_token_brings_no_empty_delta() -> None:

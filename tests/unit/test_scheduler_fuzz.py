@@ -194,6 +194,11 @@ def _keep_labels_of_written_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockPool, "_forget", forget)
 
 
+def _place_without_asking_whether_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A history goes to an executor that is too small for it, or takes no grammars."""
+    monkeypatch.setattr(ExecutorState, "fits", lambda _self, _seq: True)
+
+
 @pytest.mark.parametrize(
     "plant",
     [
@@ -208,6 +213,7 @@ def _keep_labels_of_written_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         _count_drafts_as_computed,
         _keep_rejected_drafts,
         _keep_labels_of_written_blocks,
+        _place_without_asking_whether_it_fits,
     ],
 )
 def test_planted_faults_are_caught(
