@@ -7,7 +7,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from rorqual.core.config import ExecutorConfig
 from rorqual.core.config_loader import EXIT_CONFIG, load_config
@@ -31,9 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         setup_logging("executor", config.telemetry)
         import uvloop
 
-        from .app import prepare  # torch: 1.5 s that a wrong flag need not wait for
-
-        uvloop.run(_serve(prepare(config)))
+        uvloop.run(_serve(_prepare(config)))
     except InternalError as error:
         _log.critical("%s", error)
         return 1
@@ -45,14 +44,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-async def _serve(prepared: object) -> None:
-    from .app import Prepared, serve
+def _prepare(config: ExecutorConfig) -> Callable[[asyncio.Event, str], Awaitable[None]]:
+    """What serves until the event is set."""
+    if config.backend == "sim":
+        from .sim import app as sim_app
 
-    assert isinstance(prepared, Prepared)
+        return partial(sim_app.serve, sim_app.prepare(config))
+    from . import app  # torch: 1.5 s that a wrong flag need not wait for
+
+    return partial(app.serve, app.prepare(config))
+
+
+async def _serve(serve: Callable[[asyncio.Event, str], Awaitable[None]]) -> None:
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    await serve(prepared, stop, os.environ.get("RORQUAL_READY_FILE", ""))
+    await serve(stop, os.environ.get("RORQUAL_READY_FILE", ""))
 
 
 if __name__ == "__main__":

@@ -12,14 +12,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from rorqual.core.blocks import BLOCK_SIZE
 from rorqual.core.config import ExecutorConfig
-from rorqual.core.errors import ConfigError, InternalError
+from rorqual.core.errors import ConfigError
 from rorqual.grammar import open_engine
 from rorqual.telemetry import Telemetry
 from rorqual.v1 import common_pb2, executor_pb2
@@ -27,20 +26,15 @@ from rorqual.v1 import common_pb2, executor_pb2
 from .constraint import Constraints
 from .gpu.backend import GpuBackend, why_not
 from .kv_cache import LatentCache
-from .link import PROTOCOL_VERSION, SchedulerLink
+from .link import PROTOCOL_VERSION
 from .memory import TOLERANCE, CachePlan, Ledger, MemoryMeter, device_name, plan_cache, total_bytes
 from .model.config import ModelConfig, load_config
-from .observe import StepObserver
 from .order_loop import OrderLoop, StepLimits
+from .serve import model_folder, serve_loop, served_name
 from .torch_backend import TorchBackend
 from .weights import model_fingerprint, open_source, resolve_dtype
 
 _log = logging.getLogger("executor")
-
-SHIPPED_MODEL = Path(__file__).resolve().parent.parent / "models" / "tiny"
-SWITCH_INTERVAL_S = 50e-6
-"""How long another thread may keep the interpreter from the step loop. (At the default of 5 ms a busy thread costs
-the loop 5.2 ms each time it wants the interpreter back; at 50 us 0.2 ms.)"""
 
 
 class Backend(Protocol):
@@ -75,7 +69,7 @@ def prepare(config: ExecutorConfig) -> Prepared:
     """Load and size. Raises CheckpointError and ConfigError before anything is served."""
     device = resolve_device(config.device)
     config = config.sized(on_gpu=device.type == "cuda")
-    path = Path(config.model) if config.model else SHIPPED_MODEL
+    path = model_folder(config)
     torch.set_num_threads(num_threads(config))
     model_config = load_config(path)
     is_len_fixed = config.max_model_len > 0
@@ -176,10 +170,8 @@ async def serve(prepared: Prepared, stop: asyncio.Event, ready_file: str = "") -
     """Connect and step until `stop` is set. Raises LinkRefusedError, and InternalError if the step loop ended."""
     config = prepared.config
     executor_id = uuid.uuid4().hex
-    path = Path(config.model) if config.model else SHIPPED_MODEL
-    model_name = config.served_model_name or path.resolve().name
+    path, model_name = model_folder(config), served_name(config)
     telemetry = Telemetry("executor", config.telemetry, instance=executor_id)
-    observer = StepObserver(telemetry, model_name)
     backend, cache = prepared.backend, prepared.cache
     limits = StepLimits(
         vocab_size=backend.config.vocab_size,
@@ -192,16 +184,12 @@ async def serve(prepared: Prepared, stop: asyncio.Event, ready_file: str = "") -
     grammars = open_engine(path, limits.vocab_size) if loop.takes_grammars else None
     if grammars is not None:
         loop.use_constraints(Constraints(grammars, limits.vocab_size))
-    event_loop = asyncio.get_running_loop()
-    crashed: asyncio.Future[BaseException] = event_loop.create_future()
-    loop.on_crash = lambda error: _set_from_thread(event_loop, crashed, error)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    tasks: list[asyncio.Future[Any]] = []
-    try:
+
+    async def ready() -> executor_pb2.Hello:
         await asyncio.wrap_future(loop.start(lambda: backend.warm_up(prepared.meter)))
         ledger = prepared.meter.ledger()
         log_ledger(ledger)
-        hello = make_hello(
+        return make_hello(
             config,
             backend.config,
             executor_id=executor_id,
@@ -214,35 +202,7 @@ async def serve(prepared: Prepared, stop: asyncio.Event, ready_file: str = "") -
             takes_grammars=grammars is not None,
         )
 
-        def connected() -> None:
-            observer.connected()
-            if ready_file:
-                write_ready(Path(ready_file), executor_id)
-
-        link = SchedulerLink(
-            config.scheduler,
-            hello,
-            loop,
-            peer_timeout_s=config.peer_timeout_s,
-            on_connected=connected,
-            on_report=lambda: observer.observe(loop.stats, loop.ended),
-        )
-        running = asyncio.ensure_future(link.run())
-        stopping = asyncio.ensure_future(stop.wait())
-        tasks = [running, stopping]
-        await asyncio.wait([*tasks, crashed], return_when=asyncio.FIRST_COMPLETED)
-        if crashed.done():
-            raise InternalError(f"the step loop ended: {crashed.result()!r}") from crashed.result()
-        if running.done():
-            running.result()
-        _log.info("stopping")
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.to_thread(loop.stop)
-        observer.observe(loop.stats, loop.ended)
-        await asyncio.to_thread(telemetry.shutdown)
+    await serve_loop(config, loop, ready, telemetry, model_name, stop, ready_file)
 
 
 def log_ledger(ledger: Ledger) -> None:
@@ -306,23 +266,6 @@ def make_hello(
             device_used_bytes=ledger.device_used,
         ),
     )
-
-
-def write_ready(path: Path, executor_id: str) -> None:
-    """`path` appears with its whole content, or not at all."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    partial.write_text(f"{executor_id}\n", encoding="ascii")
-    partial.replace(path)
-
-
-def _set_from_thread(
-    event_loop: asyncio.AbstractEventLoop, future: asyncio.Future[BaseException], error: BaseException
-) -> None:
-    def tell() -> None:
-        if not future.done():
-            future.set_result(error)
-
-    event_loop.call_soon_threadsafe(tell)
 
 
 @contextmanager

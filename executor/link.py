@@ -18,9 +18,8 @@ from rorqual.rpc.channel import open_channel
 from rorqual.rpc.status import describe, from_rpc_error
 from rorqual.v1 import executor_pb2, executor_pb2_grpc
 
+from .errors import OrderError
 from .inventory import InventoryEntry
-from .orders import OrderBatch, OrderError, read_batch
-from .reports import Outbox
 
 _log = logging.getLogger(__name__)
 
@@ -37,14 +36,22 @@ class LinkRefusedError(PreconditionError):
     reason = "LINK_REFUSED"
 
 
+class Outbox(Protocol):
+    """What steps brought, until the wire is free."""
+
+    def take(self, *, is_due: bool = False) -> executor_pb2.Report | None: ...
+
+
 class Loop(Protocol):
     """What the link asks of the step loop; all of it may be called from the link's thread."""
 
-    outbox: Outbox
     on_output: Callable[[], None]
     on_order_error: Callable[[OrderError], None]
 
-    def submit(self, batch: OrderBatch) -> None: ...
+    @property
+    def outbox(self) -> Outbox: ...
+
+    def receive(self, message: executor_pb2.OrderBatch) -> None: ...
 
     def reset(self) -> Future[list[InventoryEntry]]: ...
 
@@ -195,7 +202,7 @@ class SchedulerLink:
             if message.WhichOneof("message") != "orders":
                 raise OrderError("a message of a kind that this executor does not know")
             if message.orders.batch_id:
-                self._loop.submit(read_batch(message.orders))
+                self._loop.receive(message.orders)
 
     async def _send(self, connection: _Connection, heartbeat_every_s: float) -> None:
         """Reports whenever there is something and the wire is free; a heartbeat each second; an eye on silence."""

@@ -21,11 +21,12 @@ import numpy as np
 import torch
 
 from rorqual.core.blocks import BLOCK_SIZE
-from rorqual.v1 import common_pb2
+from rorqual.v1 import common_pb2, executor_pb2
 
 from .constraint import Constraints
+from .errors import OrderError
 from .inventory import BlockInventory, InventoryEntry
-from .orders import Admit, Copy, Drop, Extend, Ids, Label, OrderBatch, OrderError, Prefill
+from .orders import Admit, Copy, Drop, Extend, Ids, Label, OrderBatch, Prefill, read_batch
 from .reports import EndedSequence, Outbox, StepOutput, StepStats
 from .sequences import Sequence as Seq
 from .sequences import SequenceTrace
@@ -186,6 +187,10 @@ class OrderLoop(abc.ABC):
             self._wake.notify()
         if self._thread is not None:
             self._thread.join(timeout_s)
+
+    def receive(self, message: executor_pb2.OrderBatch) -> None:
+        """`submit`, from the wire. Raises OrderError for what cannot be an order."""
+        self.submit(read_batch(message))
 
     def submit(self, batch: OrderBatch) -> None:
         """Apply `batch` at the next step boundary, after those submitted before."""

@@ -9,19 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from rorqual.core.blocks import HASH_BYTES
-from rorqual.core.errors import PreconditionError
 from rorqual.v1 import common_pb2, executor_pb2
 
 from .constraint import GrammarSpec
+from .errors import OrderError
 from .sampler import SamplingSpec
 
 Ids = npt.NDArray[np.int64]
-
-
-class OrderError(PreconditionError):
-    """An order that cannot be obeyed. It ends the link: nothing is ever skipped."""
-
-    reason = "INVALID_ORDER"
 
 
 @dataclass(frozen=True, slots=True)

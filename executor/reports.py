@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +13,9 @@ import numpy.typing as npt
 from rorqual.core.token_ids import pack_uint64
 from rorqual.v1 import common_pb2, executor_pb2
 
-from .logprobs import TokenLogprob
-from .sequences import LogprobItem, SequenceTrace
+if TYPE_CHECKING:  # they bring torch, which not every loop needs
+    from .logprobs import TokenLogprob
+    from .sequences import LogprobItem, SequenceTrace
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rorqual.core.token_ids import pack_token_ids, pack_uint64, unpack_token_ids
 from rorqual.v1 import common_pb2, executor_pb2
+
+from ..inventory import InventoryEntry
 
 BLOCK_SIZE = 64
 BLOCK_BYTES = 4 * BLOCK_SIZE
@@ -78,6 +80,8 @@ class SimConfig:
     deterministic: bool = False
     takes_grammars: bool = False
     model_name: str = "sim"
+    step_us: float = 1000.0  # how long a step takes, and
+    chunk_token_us: float = 0.0  # what each token of a chunk adds
     read_back: bool = True  # False: the next token ignores the history, for load tests with long ones
 
 
@@ -94,9 +98,14 @@ class _Sequence:
 
 
 @dataclass
-class _Step:
+class SimStep:
+    """What one step brought."""
+
     step_id: int
     last_batch_id: int
+    duration_us: float = 0.0
+    num_chunk_tokens: int = 0
+    num_rows: int = 0  # that decoded
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finish: dict[int, int] = field(default_factory=dict)
     computed: dict[int, int] = field(default_factory=dict)
@@ -117,7 +126,7 @@ class SimExecutor:
         self.sequences: dict[int, _Sequence] = {}
         self._users: Counter[int] = Counter()  # block id -> tables of live sequences it is in
         self._chunks: deque[executor_pb2.Prefill] = deque()
-        self._unreported: deque[_Step] = deque()
+        self._unreported: deque[SimStep] = deque()
         self._distrusted: set[int] = set()  # a fault took their labels; an order on its way may still share them
         self._last_used: dict[int, int] = {}
         self._time = 0
@@ -134,7 +143,7 @@ class SimExecutor:
     def hello(self) -> executor_pb2.Hello:
         """What the executor says first. Its labelled blocks are offered, least recently used ones too."""
         c = self.config
-        ids = list(self.labels)
+        inventory = self.inventory()
         return executor_pb2.Hello(
             protocol_version=1,
             executor_id=c.executor_id,
@@ -164,12 +173,16 @@ class SimExecutor:
             inventory=[
                 executor_pb2.CachedBlocks(
                     group_idx=0,
-                    block_ids=pack_token_ids(ids),
-                    hashes=b"".join(self.labels[i] for i in ids),
-                    last_used_us=pack_uint64(self._last_used.get(i, 0) for i in ids),
+                    block_ids=pack_token_ids(entry.block_id for entry in inventory),
+                    hashes=b"".join(entry.hash for entry in inventory),
+                    last_used_us=pack_uint64(entry.last_used_us for entry in inventory),
                 )
             ],
         )
+
+    def inventory(self) -> list[InventoryEntry]:
+        """The labelled blocks."""
+        return [InventoryEntry(i, block_hash, self._last_used.get(i, 0)) for i, block_hash in self.labels.items()]
 
     def reset(self, *, keep_cache: bool = True) -> None:
         """The link ended: every sequence is dropped. A restarted process keeps nothing (`keep_cache=False`)."""
@@ -331,14 +344,24 @@ class SimExecutor:
         )
 
     @property
+    def num_paused(self) -> int:
+        """Sequences that stand at their limit."""
+        return sum(seq.decoding and seq.num_tokens > seq.limit for seq in self.sequences.values())
+
+    @property
+    def last_batch_id(self) -> int:
+        """The last batch applied."""
+        return self._last_batch_id
+
+    @property
     def has_report(self) -> bool:
         return bool(self._unreported) or self._last_batch_id > self._acknowledged
 
-    def step(self) -> None:
+    def step(self) -> SimStep:
         """One step: every decoding sequence one token (and what its drafts bring), then chunks that fit."""
         self._step_id += 1
         self.num_steps += 1
-        step = _Step(self._step_id, self._last_batch_id)
+        step = SimStep(self._step_id, self._last_batch_id)
         decoding = [(seq_id, seq) for seq_id, seq in self.sequences.items() if seq.decoding]
         per_sequence = 1 + self.config.num_draft_tokens
         budget = self.config.max_num_batched_tokens - per_sequence * len(decoding)
@@ -347,6 +370,7 @@ class SimExecutor:
                 step.paused.append(seq_id)
                 self.num_paused_steps += 1
                 continue
+            step.num_rows += 1
             num_accepted = (seq.last_token + seq.num_tokens) % per_sequence
             for _ in range(1 + num_accepted):
                 if seq_id not in self.sequences or seq.num_tokens > seq.limit:
@@ -359,10 +383,13 @@ class SimExecutor:
         while self._chunks and self._chunks[0].end - self._chunks[0].start <= budget:
             chunk = self._chunks.popleft()
             budget -= chunk.end - chunk.start
+            step.num_chunk_tokens += chunk.end - chunk.start
             self._run_chunk(chunk, step)
+        step.duration_us = self.config.step_us + self.config.chunk_token_us * step.num_chunk_tokens
         self._unreported.append(step)
+        return step
 
-    def _run_chunk(self, chunk: executor_pb2.Prefill, step: _Step) -> None:
+    def _run_chunk(self, chunk: executor_pb2.Prefill, step: SimStep) -> None:
         seq = self.sequences[chunk.seq_id]
         if chunk.start != seq.num_computed:
             raise ContractError(f"chunk [{chunk.start}, {chunk.end}) but {seq.num_computed} tokens are computed")
@@ -393,7 +420,7 @@ class SimExecutor:
         at = 4 * (position % BLOCK_SIZE)
         self._kv[block_id][at : at + len(data)] = data
 
-    def _sample(self, seq_id: int, seq: _Sequence, step: _Step) -> None:
+    def _sample(self, seq_id: int, seq: _Sequence, step: SimStep) -> None:
         sampling = seq.admit.sampling
         num_generated = seq.num_tokens - seq.admit.num_prompt_tokens
         forbidden = seq.stop if num_generated < sampling.min_tokens else frozenset[int]()
@@ -423,63 +450,69 @@ class SimExecutor:
                 self._distrusted.add(block_id)
         self._retire(seq_id)
         self._step_id += 1
-        self._unreported.append(_Step(self._step_id, self._last_batch_id, faults={seq_id: message}))
+        self._unreported.append(SimStep(self._step_id, self._last_batch_id, faults={seq_id: message}))
 
     # -- reports --------------------------------------------------------------------------------------
 
     def report(self, max_steps: int | None = None) -> executor_pb2.Report | None:
         """What the oldest unreported steps brought, as one report; an acknowledgement; or None: nothing is new."""
-        steps = list(self._take_steps(max_steps))
+        num_steps = len(self._unreported) if max_steps is None else min(max_steps, len(self._unreported))
+        steps = [self.take_step() for _ in range(num_steps)]
         if not steps:
             if self._last_batch_id <= self._acknowledged:
                 return None
             self._acknowledged = self._last_batch_id
             return executor_pb2.Report(step_id=self._step_id, last_batch_id=self._last_batch_id)
-        tokens: dict[int, list[int]] = {}
-        finish: dict[int, int] = {}
-        computed: dict[int, int] = {}
-        paused: list[int] = []
-        prompt_logprobs: dict[int, list[common_pb2.TokenLogprobs]] = {}
-        wants: set[int] = set()
-        faults: dict[int, str] = {}
-        for step in steps:
-            for seq_id, new in step.tokens.items():
-                tokens.setdefault(seq_id, []).extend(new)
-            finish.update(step.finish)
-            computed.update(step.computed)
-            paused += step.paused
-            wants |= step.wants_logprobs
-            faults.update(step.faults)
-            for seq_id, entries in step.prompt_logprobs.items():
-                prompt_logprobs.setdefault(seq_id, []).extend(entries)
-        self._acknowledged = max(self._acknowledged, steps[-1].last_batch_id)
-        return executor_pb2.Report(
-            step_id=steps[-1].step_id,
-            last_batch_id=steps[-1].last_batch_id,
-            seq_ids=pack_uint64(tokens),
-            num_tokens=pack_token_ids(len(new) for new in tokens.values()),
-            token_ids=pack_token_ids(token for new in tokens.values() for token in new),
-            finish=bytes(finish.get(seq_id, 0) for seq_id in tokens) if finish else b"",
-            computed_seq_ids=pack_uint64(computed),
-            num_computed_tokens=pack_token_ids(computed.values()),
-            paused_seq_ids=pack_uint64(paused),
-            logprobs=[
-                executor_pb2.SequenceLogprobs(
-                    seq_id=seq_id,
-                    logprobs=[_logprobs(t, i) for i, t in enumerate(tokens[seq_id])] if seq_id in wants else [],
-                    prompt_logprobs=prompt_logprobs.get(seq_id, []),
-                )
-                for seq_id in sorted(wants | prompt_logprobs.keys())
-            ],
-            faults=[executor_pb2.SequenceFault(seq_id=i, message=text) for i, text in faults.items()],
-            num_steps=len(steps),
-            step_time_us=1000 * len(steps),
-        )
+        return make_report(steps)
 
-    def _take_steps(self, max_steps: int | None) -> Iterator[_Step]:
-        while self._unreported and (max_steps is None or max_steps > 0):
-            yield self._unreported.popleft()
-            max_steps = None if max_steps is None else max_steps - 1
+    def take_step(self) -> SimStep:
+        """The oldest unreported step: whoever takes it reports it."""
+        step = self._unreported.popleft()
+        self._acknowledged = max(self._acknowledged, step.last_batch_id)
+        return step
+
+
+def make_report(steps: Sequence[SimStep]) -> executor_pb2.Report:
+    """What these steps brought, in one report; at least one step."""
+    tokens: dict[int, list[int]] = {}
+    finish: dict[int, int] = {}
+    computed: dict[int, int] = {}
+    paused: list[int] = []
+    prompt_logprobs: dict[int, list[common_pb2.TokenLogprobs]] = {}
+    wants: set[int] = set()
+    faults: dict[int, str] = {}
+    for step in steps:
+        for seq_id, new in step.tokens.items():
+            tokens.setdefault(seq_id, []).extend(new)
+        finish.update(step.finish)
+        computed.update(step.computed)
+        paused += step.paused
+        wants |= step.wants_logprobs
+        faults.update(step.faults)
+        for seq_id, entries in step.prompt_logprobs.items():
+            prompt_logprobs.setdefault(seq_id, []).extend(entries)
+    return executor_pb2.Report(
+        step_id=steps[-1].step_id,
+        last_batch_id=steps[-1].last_batch_id,
+        seq_ids=pack_uint64(tokens),
+        num_tokens=pack_token_ids(len(new) for new in tokens.values()),
+        token_ids=pack_token_ids(token for new in tokens.values() for token in new),
+        finish=bytes(finish.get(seq_id, 0) for seq_id in tokens) if finish else b"",
+        computed_seq_ids=pack_uint64(computed),
+        num_computed_tokens=pack_token_ids(computed.values()),
+        paused_seq_ids=pack_uint64(paused),
+        logprobs=[
+            executor_pb2.SequenceLogprobs(
+                seq_id=seq_id,
+                logprobs=[_logprobs(t, i) for i, t in enumerate(tokens[seq_id])] if seq_id in wants else [],
+                prompt_logprobs=prompt_logprobs.get(seq_id, []),
+            )
+            for seq_id in sorted(wants | prompt_logprobs.keys())
+        ],
+        faults=[executor_pb2.SequenceFault(seq_id=i, message=text) for i, text in faults.items()],
+        num_steps=len(steps),
+        step_time_us=round(sum(step.duration_us for step in steps)),
+    )
 
 
 def _logprobs(token_id: int, salt: int) -> common_pb2.TokenLogprobs:

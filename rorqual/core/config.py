@@ -124,6 +124,12 @@ class ExecutorConfig:
     served_model_name: str = setting("", "name that clients ask for; empty: the folder's name")
     scheduler: str = setting("127.0.0.1:50052", "address of the scheduler to dial")
     device: str = setting("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
+    backend: str = setting(
+        "auto",
+        "what computes: auto, the compiled kernels where they can and PyTorch elsewhere; sim, nothing: tokens are made up "
+        "at a steady rate, for tests and benchmarks of everything around",
+        choices=("auto", "sim"),
+    )
     dtype: str = setting(
         "auto",
         "type of weights and KV cache; auto: the checkpoint's, or float32 on a CPU without BF16 arithmetic",
@@ -142,6 +148,10 @@ class ExecutorConfig:
     deterministic: bool = setting(False, "equal tokens whatever the batch: fixed tiles and splits, at a price")
     num_threads: int = setting(0, "CPU threads for the model; 0: all cores")
     seed: int = setting(0, "seed of dummy weights")
+    sim_step_ms: float = setting(5.0, "milliseconds that a step of backend sim takes")
+    sim_chunk_token_us: float = setting(0.0, "microseconds that each token of a prompt adds to a step of backend sim")
+    sim_num_blocks: int = setting(4096, "KV blocks of 64 tokens that backend sim has")
+    sim_num_drafts: int = setting(0, "drafts a sequence that each step of backend sim verifies")
     peer_timeout_s: float = setting(30.0, "silence of the scheduler that counts as its death")
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
@@ -168,6 +178,11 @@ class ExecutorConfig:
             "above 0 and at most 1",
         )
         _require(self.num_threads >= 0, "num_threads", self.num_threads, "0 or more")
+        _require(self.backend in ("auto", "sim"), "backend", self.backend, "auto or sim")
+        _require(self.sim_step_ms >= 0.0, "sim_step_ms", self.sim_step_ms, "0 or more")
+        _require(self.sim_chunk_token_us >= 0.0, "sim_chunk_token_us", self.sim_chunk_token_us, "0 or more")
+        _require(self.sim_num_blocks >= 1, "sim_num_blocks", self.sim_num_blocks, "at least 1")
+        _require(0 <= self.sim_num_drafts <= 64, "sim_num_drafts", self.sim_num_drafts, "0 to 64")
         _require(
             self.peer_timeout_s > 1.0, "peer_timeout_s", self.peer_timeout_s, "above 1 (a heartbeat comes each second)"
         )

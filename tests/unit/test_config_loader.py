@@ -46,6 +46,8 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "request_timeout_s": st.floats(0.01, 1e6),
     "gpu_memory_utilization": st.floats(0.01, 1.0),
     "max_body_bytes": st.integers(1024, 2**40),
+    "sim_num_blocks": st.integers(1, 2**20),
+    "sim_num_drafts": st.integers(0, 64),
 }
 BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     str: WORD,
