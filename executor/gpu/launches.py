@@ -1,72 +1,124 @@
 """A layer's launches, recorded while the first layer of its kind runs and repeated for the others.
 
 Layers of one kind differ in nothing but the addresses of their weights and cache. To check arguments and fill structs
-anew for each costs the host some 25 us a launch, 11 ms a step of V2-Lite; to repeat a recorded launch 3 us.
+anew for each costs the host some 25 us a launch, 11 ms a step of V2-Lite. What was recorded is repeated for all layers by
+one call, which changes the addresses and launches, and during which the interpreter is free for other threads.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
+from rorqual.kernels.abi import Launch, OwnPointer, RunLayersArgs
 from rorqual.kernels.loader import KernelLibrary
 
 Pointers = Sequence[torch.Tensor | None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    name: str
-    args: ctypes.Structure
-    stream: int
-    changes: list[tuple[str, int]]  # field of args, index of the layer's tensor whose address it takes
+class OwnTensors:
+    """What each layer has to itself, in an order that is the same for all: rows of addresses, as the library reads
+    them."""
+
+    def __init__(self, layers: Sequence[Pointers]) -> None:
+        self.layers = layers
+        self.width = max(len(own) for own in layers)
+        addresses = [0 if i >= len(own) else _address(own[i]) for own in layers for i in range(self.width)]
+        self._addresses = (ctypes.c_void_p * len(addresses))(*addresses)
+
+    def row(self, layer_idx: int) -> int:
+        """The address of a layer's row."""
+        return ctypes.addressof(self._addresses) + layer_idx * self.width * ctypes.sizeof(ctypes.c_void_p)
 
 
 class LayerLaunches(KernelLibrary):
-    """A library that passes calls on and keeps them. One for each kind of layer and step."""
+    """A library that passes calls on and keeps them. One for each part of a layer and step."""
 
-    def __init__(self, library: KernelLibrary, own: Pointers) -> None:
-        """`own`: the tensors of the recorded layer that are another layer's own too, in a fixed order."""
+    def __init__(self, library: KernelLibrary, own: OwnTensors, layer_idx: int) -> None:
+        """`layer_idx`: the layer whose launches are recorded."""
         self._inner = library
-        self._index = {tensor.data_ptr(): i for i, tensor in enumerate(own) if tensor is not None}
-        self._steps: list[_Launch | Callable[[Pointers], None]] = []
-
-    @property
-    def num_launches(self) -> int:
-        return len(self._steps)
+        self._own = own
+        self._index = {tensor.data_ptr(): i for i, tensor in enumerate(own.layers[layer_idx]) if tensor is not None}
+        self._parts: list[_Launches | Callable[[Pointers], None]] = []
+        self.num_launches = 0
 
     def call(self, name: str, args: ctypes.Structure, stream: int) -> None:
         """Launch and record."""
         self._inner.call(name, args, stream)
-        changes = []
-        for field, kind, *_ in args._fields_:
-            if kind is ctypes.c_void_p:
-                index = self._index.get(getattr(args, field) or 0)
-                if index is not None:
-                    changes.append((field, index))
-        self._steps.append(_Launch(name, args, stream, changes))
+        if not self._parts or not isinstance(self._parts[-1], _Launches):
+            self._parts.append(_Launches(stream))
+        self._parts[-1].add(self._inner.address(name), args, self._index)  # type: ignore[union-attr]
+        self.num_launches += 1
 
     def record(self, step: Callable[[Pointers], None]) -> None:
         """Something else that was just done for this layer, as a function of a layer's tensors."""
-        self._steps.append(step)
+        self._parts.append(step)
 
     def index_of(self, tensor: torch.Tensor) -> int:
         """Of one of the layer's own tensors."""
         return self._index[tensor.data_ptr()]
 
-    def repeat(self, own: Pointers) -> None:
-        """The same launches for the layer of these tensors."""
-        call = self._inner.call
-        for step in self._steps:
-            if isinstance(step, _Launch):
-                args = step.args
-                for field, index in step.changes:
-                    tensor = own[index]
-                    assert tensor is not None
-                    setattr(args, field, tensor.data_ptr())
-                call(step.name, args, step.stream)
-            else:
-                step(own)
+    def repeat(self, start: int, end: int, after: LayerLaunches | None = None) -> None:
+        """The same launches, and then those of `after`, for each of the layers [start, end)."""
+        parts = self._parts if after is None else [*self._parts, *after._parts]
+        if all(isinstance(part, _Launches) for part in parts):
+            _run(self._inner, [part for part in parts if isinstance(part, _Launches)], self._own, start, end)
+            return
+        for layer_idx in range(start, end):
+            for part in parts:
+                if isinstance(part, _Launches):
+                    _run(self._inner, [part], self._own, layer_idx, layer_idx + 1)
+                else:
+                    part(self._own.layers[layer_idx])
+
+
+class _Launches:
+    """Launches that follow one another, with what a layer changes in them."""
+
+    def __init__(self, stream: int) -> None:
+        self.stream = stream
+        self.launches: list[tuple[int, int]] = []  # addresses of function and arguments
+        self.own: list[tuple[int, int]] = []  # address of a field; index of the layer's tensor whose address it takes
+        self._args: list[ctypes.Structure] = []  # kept alive
+
+    def add(self, function: int, args: ctypes.Structure, index: dict[int, int]) -> None:
+        start = ctypes.addressof(args)
+        self.launches.append((function, start))
+        self._args.append(args)
+        for name in _pointer_fields(type(args)):
+            at = index.get(getattr(args, name) or 0)
+            if at is not None:
+                self.own.append((start + getattr(type(args), name).offset, at))
+
+
+def _run(library: KernelLibrary, parts: Sequence[_Launches], own: OwnTensors, start: int, end: int) -> None:
+    launches = [launch for part in parts for launch in part.launches]
+    pointers = [pointer for part in parts for pointer in part.own]
+    c_launches = (Launch * len(launches))(*launches)
+    c_pointers = (OwnPointer * len(pointers))(*pointers)
+    args = RunLayersArgs(
+        launches=ctypes.addressof(c_launches),
+        own_pointers=ctypes.addressof(c_pointers),
+        pointers=own.row(start),
+        num_launches=len(launches),
+        num_own_pointers=len(pointers),
+        num_layers=end - start,
+        num_pointers=own.width,
+    )
+    library.call("rorqual_run_layers", args, parts[0].stream)
+
+
+_POINTER_FIELDS: dict[type[ctypes.Structure], list[str]] = {}
+
+
+def _pointer_fields(struct: type[ctypes.Structure]) -> list[str]:
+    names = _POINTER_FIELDS.get(struct)
+    if names is None:
+        names = _POINTER_FIELDS[struct] = [name for name, kind, *_ in struct._fields_ if kind is ctypes.c_void_p]
+    return names
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -17,8 +18,8 @@ from rorqual.kernels.moe import route
 from rorqual.kernels.prefill import PrefillPlan, gather_latents, mla_prefill
 
 from ..model.mla import LATENT_NORM_EPS
-from .launches import LayerLaunches, Pointers
-from .weights import GpuAttention, GpuDense, GpuLayer, GpuMoe, GpuWeights
+from .launches import LayerLaunches, OwnTensors, Pointers
+from .weights import GpuAttention, GpuDense, GpuMoe, GpuWeights
 
 LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
 QK = NOPE + ROPE
@@ -128,6 +129,8 @@ class GpuModel:
         moe = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, GpuMoe)]
         if moe:
             self.router_logits = empty(max_rows, config.n_routed_experts, dtype=torch.float32)
+            self.topk_ids = empty(max_rows, config.num_experts_per_tok, dtype=torch.int32)
+            self.topk_weights = empty(max_rows, config.num_experts_per_tok, dtype=torch.float32)
             self.experts_workspace = make_experts_workspace(
                 max_rows,
                 config.num_experts_per_tok,
@@ -140,19 +143,21 @@ class GpuModel:
         self.fence = empty(1)
         self._library = load() if device.type == "cuda" else None
         self._launches: LayerLaunches | None = None  # being recorded
-        self._topk: list[torch.Tensor] = []  # kept for the repeated launches
-        self._own = [self._own_tensors(i) for i in range(len(weights.layers))]
+        self._own: tuple[Sequence[torch.Tensor], OwnTensors] | None = None  # with the caches that it is of
+        self._runs = _runs_of_a_kind([type(layer.mlp) for layer in weights.layers])
 
-    def _own_tensors(self, layer_idx: int) -> list[torch.Tensor | None]:
-        """What a layer has to itself, its cache apart: weights, and the norm that follows it."""
-        layers = self.weights.layers
-        layer = layers[layer_idx]
-        parts = (layer.attention, layer.mlp)
-        own: list[torch.Tensor | None] = [layer.post_attention_norm, self._next_norm(layer_idx)]
-        for part in parts:
-            values = (getattr(part, field.name) for field in dataclasses.fields(part))
-            own += [value for value in values if value is None or isinstance(value, torch.Tensor)]
-        return own
+    def _own_tensors(self, caches: Sequence[torch.Tensor]) -> OwnTensors:
+        """What layers have to themselves: weights, cache, and the norm that follows."""
+        if self._own is None or self._own[0] is not caches:
+            layers: list[Pointers] = []
+            for i, (layer, cache) in enumerate(zip(self.weights.layers, caches, strict=True)):
+                own: list[torch.Tensor | None] = [cache, layer.post_attention_norm, self._next_norm(i)]
+                for part in (layer.attention, layer.mlp):
+                    values = (getattr(part, field.name) for field in dataclasses.fields(part))
+                    own += [value for value in values if value is None or isinstance(value, torch.Tensor)]
+                layers.append(own)
+            self._own = caches, OwnTensors(layers)
+        return self._own[1]
 
     def _next_norm(self, layer_idx: int) -> torch.Tensor:
         layers = self.weights.layers
@@ -171,43 +176,46 @@ class GpuModel:
             plan_decode(self.decode_workspace, self.kv_lens[:num_decode], self.q_starts[: num_decode + 1])
         normed = self.normed[:num_rows]
         rms_norm(self.x[:num_rows], self.weights.layers[0].input_norm, self.config.rms_norm_eps, out=normed)
-        recorded: dict[type, LayerLaunches] = {}
-        self._topk.clear()
-        for i, (layer, cache) in enumerate(zip(self.weights.layers, layer_caches, strict=True)):
-            own = [*self._own[i], cache]
-            launches = recorded.get(type(layer.mlp))
-            if launches is not None:
-                launches.repeat(own)
-                continue
-            if self._library is not None:
-                launches = recorded[type(layer.mlp)] = LayerLaunches(self._library, own)
-            self._launches = launches
-            self._layer(layer, self._next_norm(i), num_decode, num_rows, chunks, cache)
+        if self._library is None:
+            for i, cache in enumerate(layer_caches):
+                self._attention_part(i, num_decode, num_rows, chunks, cache)
+                self._feed_forward(i, num_rows)
+            return normed
+        own = self._own_tensors(layer_caches)
+        attention: LayerLaunches | None = None
+        feed_forward: dict[type, LayerLaunches] = {}
+        for kind, first, end in self._runs:
+            start = first
+            if attention is None:
+                attention = self._launches = LayerLaunches(self._library, own, first)
+                self._attention_part(first, num_decode, num_rows, chunks, layer_caches[first])
+            elif kind not in feed_forward:
+                attention.repeat(first, first + 1)
+            if kind not in feed_forward:
+                feed_forward[kind] = self._launches = LayerLaunches(self._library, own, first)
+                self._feed_forward(first, num_rows)
+                start += 1
             self._launches = None
+            if start < end:
+                attention.repeat(start, end, after=feed_forward[kind])
         return normed
 
-    def _layer(
-        self,
-        layer: GpuLayer,
-        next_norm: torch.Tensor,
-        num_decode: int,
-        num_rows: int,
-        chunks: ChunkRows | None,
-        cache: torch.Tensor,
+    # What follows is recorded: nothing in it may depend on the layer but through the tensors of `_own_tensors`.
+
+    def _attention_part(
+        self, layer_idx: int, num_decode: int, num_rows: int, chunks: ChunkRows | None, cache: torch.Tensor
     ) -> None:
-        """One layer, from normed rows to rows normed for the next. What it calls is recorded: nothing in it may depend
-        on the layer but through the tensors of `_own_tensors` and the cache."""
-        x, normed = self.x[:num_rows], self.normed[:num_rows]
+        """From normed rows to rows normed for the feed-forward part."""
+        layer = self.weights.layers[layer_idx]
         projected = self._attention(layer.attention, num_decode, num_rows, chunks, cache)
         rms_norm(
             projected,
             layer.post_attention_norm,
             self.config.rms_norm_eps,
-            residual=x,
-            out=normed,
+            residual=self.x[:num_rows],
+            out=self.normed[:num_rows],
             library=self._launches,
         )
-        self._feed_forward(layer, num_rows, next_norm)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
         """out = hidden times the head: hidden [n, hidden] bf16, out float32 [n, vocab]."""
@@ -222,7 +230,8 @@ class GpuModel:
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """out = x times weight, + bias, + residual (which may be out)."""
+        """out = x times weight, + bias, + residual (which is out)."""
+        assert residual is None or residual is out  # otherwise it is copied there first, by what is not recorded
         launches = self._launches
         before = launches.num_launches if launches is not None else 0
         linear(
@@ -378,9 +387,9 @@ class GpuModel:
             library=self._launches,
         )
 
-    def _feed_forward(self, layer: GpuLayer, num_rows: int, next_norm: torch.Tensor) -> None:
-        """x += the feed-forward part; normed = x behind `next_norm`."""
-        config, mlp = self.config, layer.mlp
+    def _feed_forward(self, layer_idx: int, num_rows: int) -> None:
+        """x += the feed-forward part; normed = x behind the next layer's norm."""
+        config, mlp, next_norm = self.config, self.weights.layers[layer_idx].mlp, self._next_norm(layer_idx)
         x, normed = self.x[:num_rows], self.normed[:num_rows]
         if isinstance(mlp, GpuDense):
             self._gated_mlp(normed, mlp.gate_up, mlp.down, x)
@@ -404,9 +413,9 @@ class GpuModel:
             norm_topk_prob=config.norm_topk_prob,
             scale_normed=config.model_type == "deepseek_v3",
             routed_scaling_factor=config.routed_scaling_factor,
+            out=(self.topk_ids[:num_rows], self.topk_weights[:num_rows]),
             library=self._launches,
         )
-        self._topk += (topk_ids, topk_weights)
         moe_experts(
             normed,
             topk_ids,
@@ -452,6 +461,12 @@ class GpuModel:
                 torch.mm(normed.float(), layer_router.t(), out=logits)
 
             self._launches.record(again)
+
+
+def _runs_of_a_kind(kinds: Sequence[type]) -> list[tuple[type, int, int]]:
+    """Runs [start, end) of equal neighbours."""
+    edges = [i for i in range(len(kinds) + 1) if i in (0, len(kinds)) or kinds[i] is not kinds[i - 1]]
+    return [(kinds[start], start, end) for start, end in pairwise(edges)]
 
 
 def _per_head(x: torch.Tensor, num_heads: int) -> torch.Tensor:

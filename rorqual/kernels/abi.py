@@ -145,3 +145,29 @@ class LinearArgs(ctypes.Structure):
         i64="out_token_stride out_batch_stride x_token_stride x_batch_stride residual_stride",
         i32="num_tokens out_features in_features batch out_float32 silu_mul tile_rows tile_tokens split",
     )
+
+
+class GemmArgs(ctypes.Structure):
+    _fields_: ClassVar = _fields(
+        ptr="gemm_ex handle out x weight",
+        i64="out_stride x_stride",
+        i32="num_tokens out_features in_features out_float32",
+        f32="beta",
+    )
+
+
+# ---- layers ----
+
+
+class Launch(ctypes.Structure):
+    _fields_: ClassVar = _fields(ptr="function args")
+
+
+class OwnPointer(ctypes.Structure):
+    _fields_: ClassVar = _fields(ptr="field", i32="pointer")
+
+
+class RunLayersArgs(ctypes.Structure):
+    _fields_: ClassVar = _fields(
+        ptr="launches own_pointers pointers", i32="num_launches num_own_pointers num_layers num_pointers"
+    )

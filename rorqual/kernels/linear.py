@@ -7,12 +7,15 @@ kernel.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from .abi import LinearArgs
+from .abi import GemmArgs, LinearArgs
 from .checks import check
 from .loader import KernelLibrary, current_stream, load
 
@@ -109,6 +112,50 @@ def _launch(
     library.call("rorqual_linear", args, current_stream(x.device))
 
 
+@functools.cache
+def _cublas_gemm_ex() -> int:
+    """The address of cublasGemmEx in the cuBLAS that torch has loaded; 0 where there is none."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if Path(path).name.startswith("libcublas.so"):
+            return ctypes.cast(ctypes.CDLL(path).cublasGemmEx, ctypes.c_void_p).value or 0
+    return 0
+
+
+def _cublas() -> tuple[int, int] | None:
+    """The addresses of cublasGemmEx and of torch's handle, whose stream is the current one; None where there is none."""
+    gemm_ex = _cublas_gemm_ex()
+    return (gemm_ex, torch.cuda.current_blas_handle()) if gemm_ex else None
+
+
+def _gemm(
+    library: KernelLibrary,
+    cublas: tuple[int, int],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    add: bool,
+) -> None:
+    """out = x weight^T, or += that, by cuBLAS. All [rows, columns]."""
+    num_tokens, in_features = x.shape
+    args = GemmArgs(
+        gemm_ex=cublas[0],
+        handle=cublas[1],
+        out=out.data_ptr(),
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        out_stride=out.stride(0) if num_tokens > 1 else weight.shape[0],
+        x_stride=x.stride(0) if num_tokens > 1 else in_features,
+        num_tokens=num_tokens,
+        out_features=weight.shape[0],
+        in_features=in_features,
+        out_float32=int(out.dtype == torch.float32),
+        beta=1.0 if add else 0.0,
+    )
+    library.call("rorqual_gemm", args, current_stream(x.device))
+
+
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -156,7 +203,12 @@ def linear(
         tiling = choose_tiling(num_tokens, out_features, in_features, deterministic=deterministic)
     if out is None:
         out = torch.empty((num_tokens, out_features), dtype=out_dtype, device=x.device)
-    if tiling is None:
+    cublas = _cublas() if tiling is None and bias is None else None
+    if cublas is not None and (residual is None or out_dtype == BF16):
+        if residual is not None and residual is not out:
+            out.copy_(residual)
+        _gemm(library, cublas, x, weight, out, add=residual is not None)
+    elif tiling is None:
         if residual is not None and out_dtype == BF16:
             torch.addmm(residual, x, weight.T, out=out)
             residual = None

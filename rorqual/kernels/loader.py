@@ -10,7 +10,7 @@ import torch
 
 from rorqual.core.errors import ConfigError, InternalError
 
-ABI_VERSION = 1  # RORQUAL_ABI_VERSION of csrc/include/rorqual/abi.h
+ABI_VERSION = 2  # RORQUAL_ABI_VERSION of csrc/include/rorqual/abi.h
 DEFAULT_PATH = Path(__file__).resolve().parents[2] / "build" / "librorqual_kernels.so"
 
 _EINVAL = -1
@@ -63,19 +63,26 @@ class KernelLibrary:
         self._library = library
         self._functions: dict[str, ctypes._NamedFuncPointer] = {}
 
+    def address(self, name: str) -> int:
+        """Where the function `name` is, for structs that point to functions."""
+        return ctypes.cast(self._function(name), ctypes.c_void_p).value or 0
+
     def call(self, name: str, args: ctypes.Structure, stream: int) -> None:
         """Launch `name` on `stream` (a cudaStream_t as an integer). Raises KernelCallError."""
+        code = self._function(name)(ctypes.addressof(args), stream)
+        if code != 0:
+            text = self._library.rorqual_last_error().decode(errors="replace")
+            kind = "refused its arguments" if code == _EINVAL else f"failed with CUDA error {code}"
+            raise KernelCallError(f"{name} {kind}: {text}", metadata={"code": str(code)})
+
+    def _function(self, name: str) -> ctypes._NamedFuncPointer:
         function = self._functions.get(name)
         if function is None:
             function = getattr(self._library, name)
             function.restype = ctypes.c_int
             function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
             self._functions[name] = function
-        code = function(ctypes.addressof(args), stream)
-        if code != 0:
-            text = self._library.rorqual_last_error().decode(errors="replace")
-            kind = "refused its arguments" if code == _EINVAL else f"failed with CUDA error {code}"
-            raise KernelCallError(f"{name} {kind}: {text}", metadata={"code": str(code)})
+        return function
 
 
 @functools.cache

@@ -25,13 +25,15 @@ def route(
     scale_normed: bool,
     routed_scaling_factor: float,
     num_shared: int = 0,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
     library: KernelLibrary | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose experts: (topk_ids int32 [num_tokens, top_k + num_shared], topk_weights float32, the same shape).
 
     logits: float32 [num_tokens, num_experts], rows may be strided, at most 512 experts in at most 32 groups; bias:
     float32 [num_experts] or None. The rules are `reference.router_scores` and `reference.route`. The last num_shared
-    columns are the shared experts, which all tokens choose: ids num_experts, num_experts + 1 …, weight 1.
+    columns are the shared experts, which all tokens choose: ids num_experts, num_experts + 1 …, weight 1. `out`: where
+    both go, new tensors unless given.
     """
     if num_shared < 0:
         raise ValueError(f"num_shared must be >= 0, got {num_shared}")
@@ -43,6 +45,10 @@ def route(
     num_tokens, num_experts = logits.shape
     if bias is not None:
         check("bias", bias, (num_experts,), torch.float32, logits.device)
+    shape = (num_tokens, top_k + num_shared)
+    if out is not None:
+        check("out, ids", out[0], shape, torch.int32, logits.device, contiguous_dims=2)
+        check("out, weights", out[1], shape, torch.float32, logits.device, contiguous_dims=2)
     if library is None:
         if logits.device.type != "cuda":
             ids, weights = reference.route(
@@ -58,10 +64,14 @@ def route(
             )
             shared = torch.arange(num_experts, num_experts + num_shared, dtype=torch.int32).expand(num_tokens, -1)
             ids = torch.cat((ids.to(torch.int32), shared), dim=-1)
-            return ids, torch.cat((weights, torch.ones(shared.shape)), dim=-1)
+            weights = torch.cat((weights, torch.ones(shared.shape)), dim=-1)
+            return (ids, weights) if out is None else (out[0].copy_(ids), out[1].copy_(weights))
         library = load()
-    topk_ids = torch.empty((num_tokens, top_k + num_shared), dtype=torch.int32, device=logits.device)
-    topk_weights = torch.empty(topk_ids.shape, dtype=torch.float32, device=logits.device)
+    if out is None:
+        topk_ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
+        topk_weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    else:
+        topk_ids, topk_weights = out
     limited = topk_method != "greedy" and topk_group < n_group
     normalize = norm_topk_prob and top_k > 1
     args = MoeRouteArgs(

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from executor.gpu.launches import LayerLaunches
+from executor.gpu.launches import LayerLaunches, OwnTensors
 from executor.gpu.model import ChunkRows, GpuModel, PrefillGroup, RecomputedRows
-from executor.gpu.weights import load_gpu_weights
+from executor.gpu.weights import GpuDense, load_gpu_weights
 from executor.model.config import parse_config
 from executor.weights.random_weights import RandomWeights
+from rorqual.kernels import linear
+from rorqual.kernels.abi import Launch, OwnPointer, RunLayersArgs
 from rorqual.kernels.loader import KernelLibrary
 from rorqual.kernels.prefill import plan_prefill
 from tests.golden.checkpoints import V2, V3
@@ -24,11 +26,35 @@ class RecordingLibrary(KernelLibrary):
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.num_runs = 0
+        self._names: list[str] = []
+        self._structs: dict[str, type[ctypes.Structure]] = {}
+
+    def address(self, name: str) -> int:
+        if name not in self._names:
+            self._names.append(name)
+        return 1 + self._names.index(name)
 
     def call(self, name: str, args: ctypes.Structure, stream: int) -> None:
-        # (The router's outputs are made anew for each layer.)
-        ignored = ("topk_ids", "topk_weights")
-        self.calls.append((name, {f[0]: getattr(args, f[0]) for f in args._fields_ if f[0] not in ignored}))
+        if isinstance(args, RunLayersArgs):
+            assert name == "rorqual_run_layers"
+            self._run_layers(args, stream)
+            return
+        self._structs[name] = type(args)
+        self.calls.append((name, {f[0]: getattr(args, f[0]) for f in args._fields_}))
+
+    def _run_layers(self, args: RunLayersArgs, stream: int) -> None:
+        """What csrc/launch/layers.cpp does."""
+        self.num_runs += 1
+        launches = (Launch * args.num_launches).from_address(args.launches)
+        own_pointers = (OwnPointer * args.num_own_pointers).from_address(args.own_pointers)
+        pointers = (ctypes.c_void_p * (args.num_layers * args.num_pointers)).from_address(args.pointers)
+        for layer in range(args.num_layers):
+            for own in own_pointers:
+                ctypes.c_void_p.from_address(own.field).value = pointers[layer * args.num_pointers + own.pointer]
+            for launch in launches:
+                name = self._names[launch.function - 1]
+                self.call(name, self._structs[name].from_address(launch.args), stream)
 
 
 def chunk_rows(num_decode: int) -> ChunkRows:
@@ -72,8 +98,36 @@ def test_repeated_launches_are_what_each_layer_would_make(
     recorded, plain = RecordingLibrary(), RecordingLibrary()
     model._library = recorded
     model.forward(num_decode, chunks, caches)
-    for i, layer in enumerate(model.weights.layers):
-        model._launches = LayerLaunches(plain, [])
-        model._layer(layer, model._next_norm(i), num_decode, num_rows, chunks, caches[i])
+    for i, cache in enumerate(caches):
+        model._launches = LayerLaunches(plain, OwnTensors([[]] * 5), i)
+        model._attention_part(i, num_decode, num_rows, chunks, cache)
+        model._feed_forward(i, num_rows)
     assert len(recorded.calls) > 5 * 10
     assert recorded.calls == plain.calls
+    if not with_chunks and "attention_bias" not in raw:
+        assert recorded.num_runs == 3  # one dense layer, the attention of one with experts, and the others' two
+
+
+def test_products_of_cublas_are_recorded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond 32 tokens products go to cuBLAS; a whole run of layers is one call all the same."""
+    monkeypatch.setattr(linear, "_cublas", lambda: (1, 2))
+    monkeypatch.setattr(linear, "MAX_TOKENS_SMALL", 32)  # the model has few outputs
+    config = parse_config(V2 | SIZES | V2_LITE | {"num_hidden_layers": 5, "first_k_dense_replace": 2}, "test")
+    source = RandomWeights(config, seed=3, dtype=torch.bfloat16, device=torch.device("cpu"))
+    model = GpuModel(
+        load_gpu_weights(source, 256), max_decode_rows=4, max_rows=64, max_keys=128, max_blocks=4, deterministic=False
+    )
+    caches = [torch.zeros(8, 64, 576, dtype=torch.bfloat16) for _ in range(5)]
+    group = PrefillGroup(0, 50, plan_prefill([50], [50]).to(torch.device("cpu")), 50, None, None)
+    chunks = ChunkRows(torch.zeros(50, dtype=torch.int32), torch.arange(50), torch.arange(50), [group], [])
+    model._library = library = RecordingLibrary()
+    model.forward(0, chunks, caches)
+    weights = [args["weight"] for name, args in library.calls if name == "rorqual_gemm"]
+    for layer in model.weights.layers:
+        for tensor in (layer.attention.qkv_a, layer.attention.kv_b, layer.attention.o):
+            assert weights.count(tensor.data_ptr()) == 1
+        down = layer.mlp.down if isinstance(layer.mlp, GpuDense) else layer.mlp.shared_down
+        assert down is not None
+        added = [args for name, args in library.calls if name == "rorqual_gemm" and args["weight"] == down.data_ptr()]
+        assert [args["beta"] for args in added] == [1.0]
+    assert library.num_runs == 3

@@ -92,6 +92,10 @@ def test_the_loader_knows_the_header_s_version() -> None:
         ("RorqualMlaDecode", abi.MlaDecodeArgs),
         ("RorqualMoeRoute", abi.MoeRouteArgs),
         ("RorqualMoePermute", abi.MoePermuteArgs),
+        ("RorqualGemm", abi.GemmArgs),
+        ("RorqualLaunch", abi.Launch),
+        ("RorqualOwnPointer", abi.OwnPointer),
+        ("RorqualRunLayers", abi.RunLayersArgs),
     ],
 )
 def test_structs_lie_as_in_the_header(tmp_path: Path, c_name: str, struct: type[ctypes.Structure]) -> None:

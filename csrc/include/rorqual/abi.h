@@ -11,7 +11,7 @@
 #define RORQUAL_ABI_H
 #include <stdint.h>
 
-#define RORQUAL_ABI_VERSION 1
+#define RORQUAL_ABI_VERSION 2
 #define RORQUAL_EINVAL (-1)
 
 #pragma GCC visibility push(default)
@@ -296,6 +296,45 @@ typedef struct {
   int32_t split;       /* tiles: parts of in_features, added in order, 1 to 8; one part: a row's bits depend on it alone */
 } RorqualLinear;
 int rorqual_linear(const RorqualLinear* args, void* stream);
+
+/* out = x weight^T + beta out by cuBLAS, which this library neither links nor loads. */
+typedef struct {
+  void* gemm_ex;       /* the address of cublasGemmEx */
+  void* handle;        /* a cublasHandle_t of this thread, whose stream is this call's; host pointer mode */
+  void* out;           /* bf16 or f32 [num_tokens, out_features] */
+  const void* x;       /* bf16 [num_tokens, in_features] */
+  const void* weight;  /* bf16 [out_features, in_features], contiguous */
+  int64_t out_stride, x_stride;
+  int32_t num_tokens, out_features, in_features;
+  int32_t out_float32; /* 0: bf16 */
+  float beta;
+} RorqualGemm;
+int rorqual_gemm(const RorqualGemm* args, void* stream);
+
+
+/* ---- layers ---- */
+
+/* A function of this header, with its arguments. */
+typedef struct {
+  int (*function)(const void* args, void* stream);
+  const void* args;
+} RorqualLaunch;
+
+/* Where some launch's arguments hold an address that every layer has its own of. */
+typedef struct {
+  void** field;
+  int32_t pointer; /* which of a layer's pointers belongs there */
+} RorqualOwnPointer;
+
+/* The same launches for several layers in turn, which differ in addresses alone. */
+typedef struct {
+  const RorqualLaunch* launches;
+  const RorqualOwnPointer* own_pointers;
+  void* const* pointers; /* [num_layers, num_pointers] */
+  int32_t num_launches, num_own_pointers, num_layers, num_pointers;
+} RorqualRunLayers;
+/* Sets each layer's own pointers and makes the launches. Ends at the first that fails, and returns what it returned. */
+int rorqual_run_layers(const RorqualRunLayers* args, void* stream);
 
 
 #ifdef __cplusplus
