@@ -35,13 +35,16 @@ class ChunkPlan:
     prompt_parts: Sequence[PromptPart]
 
     @staticmethod
-    def max_words(limits: StepLimits, max_blocks: int) -> int:
+    def max_words(limits: StepLimits, max_blocks: int, max_keys: int) -> int:
         """int32 words that a step's chunks may take in an upload, at most."""
         rows = limits.max_num_batched_tokens
         # A row has five words and, in the decode form, a length; a segment a table, two starts and the tiles of its
-        # rows, 8 words each, the last one of less than 128 rows. Each piece is aligned.
+        # rows, 8 words for each 64 rows and for the rest. A history in slabs has starts and tiles in each of them. Each
+        # piece is aligned.
         segments = 2 * limits.max_chunks
-        return 8 * rows + segments * (max_blocks + 32) + 4096
+        num_slabs = -(-limits.max_model_len // max_keys)
+        in_slabs = num_slabs * (rows // 8 + 40 * segments) if num_slabs > 1 else 0
+        return 8 * rows + segments * (max_blocks + 32) + in_slabs + 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ def plan_chunks(
     """Lay out the chunks' rows behind the decode rows, and put what the device needs into `upload`.
 
     The tensors of the result are views of the upload's device memory: they hold once it was sent. `max_keys`: latents
-    that one call of the prefill form may expand; a single sequence never has more. `num_heads`: of attention.
+    that one call of the prefill form may expand. `num_heads`: of attention.
     """
     num_compute = launched.num_compute
     num_rows = sum(chunk.num_tokens for chunk in chunks)
@@ -106,7 +109,11 @@ def plan_chunks(
         token_ids=_put(upload, token_ids, torch.int32),
         positions=_put(upload, positions, torch.int64),
         slot_mapping=_put(upload, slots, torch.int64),
-        prefill=[_group(part, num_compute, num_heads, upload) for part in _cut(prefill, max_keys)],
+        prefill=[
+            group
+            for part in _cut(prefill, max_keys)
+            for group in _slabs(part, num_compute, num_heads, max_keys, upload)
+        ],
         recomputed=[
             part for segment in recomputed for part in _recomputed(segment, num_compute, limits.max_num_seqs, upload)
         ],
@@ -115,8 +122,8 @@ def plan_chunks(
 
 
 def _cut(segments: Sequence[_Segment], max_keys: int) -> list[list[_Segment]]:
-    """Runs of adjacent segments that are attended to in one call: all with a cached prefix, or none, within
-    `max_keys`."""
+    """Runs of adjacent segments that are attended to in one call, all with a cached prefix, or none, within `max_keys`;
+    and segments alone that have more keys."""
     groups: list[list[_Segment]] = []
     num_keys = 0
     for segment in segments:
@@ -135,26 +142,34 @@ def _cut(segments: Sequence[_Segment], max_keys: int) -> list[list[_Segment]]:
     return groups
 
 
-def _group(segments: Sequence[_Segment], num_compute: int, num_heads: int, upload: StepUpload) -> PrefillGroup:
-    plan = plan_prefill([s.num_rows for s in segments], [s.end for s in segments], num_heads=num_heads)
+def _slabs(
+    segments: Sequence[_Segment], num_compute: int, num_heads: int, max_keys: int, upload: StepUpload
+) -> list[PrefillGroup]:
+    """The calls that attend to the segments' keys: one, or one for each `max_keys` of a long history's."""
     start = num_compute + segments[0].row
     end = start + sum(s.num_rows for s in segments)
-    plan = plan.on(_put(upload, plan.words, torch.int32))
-    if segments[0].start == 0:
-        return PrefillGroup(start, end, plan, plan.num_keys, None, None)
-    width = max(-(-s.end // BLOCK_SIZE) for s in segments)
-    tables = np.zeros((len(segments), width), np.int32)
-    for i, segment in enumerate(segments):
-        num_blocks = -(-segment.end // BLOCK_SIZE)
-        tables[i, :num_blocks] = segment.table[:num_blocks]
-    return PrefillGroup(
-        start,
-        end,
-        plan,
-        plan.num_keys,
-        _put(upload, tables, torch.int32).view(len(segments), width),
-        _put(upload, plan.k_starts, torch.int32),
-    )
+    longest = max(s.end for s in segments)
+    tables: torch.Tensor | None = None
+    if segments[0].start > 0 or longest > max_keys:
+        width = max(-(-s.end // BLOCK_SIZE) for s in segments)
+        blocks = np.zeros((len(segments), width), np.int32)
+        for i, segment in enumerate(segments):
+            num_blocks = -(-segment.end // BLOCK_SIZE)
+            blocks[i, :num_blocks] = segment.table[:num_blocks]
+        tables = _put(upload, blocks, torch.int32).view(len(segments), width)
+    groups: list[PrefillGroup] = []
+    for key_begin in range(0, longest, max_keys):
+        plan = plan_prefill(
+            [s.num_rows for s in segments],
+            [s.end for s in segments],
+            key_begin=key_begin,
+            key_end=key_begin + max_keys if longest > max_keys else None,
+            num_heads=num_heads,
+        )
+        plan = plan.on(_put(upload, plan.words, torch.int32))
+        k_starts = None if tables is None else _put(upload, plan.k_starts, torch.int32)
+        groups.append(PrefillGroup(start, end, plan, plan.num_keys, tables, k_starts))
+    return groups
 
 
 def _recomputed(segment: _Segment, num_compute: int, max_rows: int, upload: StepUpload) -> list[RecomputedRows]:

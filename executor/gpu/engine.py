@@ -81,7 +81,8 @@ class GpuEngine:
         self._results = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._logits = torch.empty((max_rows, limits.vocab_size), dtype=torch.float32, device=device)
         self._hidden = torch.empty((max_rows, model.config.hidden_size), dtype=torch.bfloat16, device=device)
-        num_words = 2 * self.rows.max_changes + self._sampler.max_upload_words + ChunkPlan.max_words(limits, max_blocks)
+        num_words = 2 * self.rows.max_changes + self._sampler.max_upload_words
+        num_words += ChunkPlan.max_words(limits, max_blocks, model.max_keys)
         self._upload = StepUpload(num_words, _NUM_BUFFERS, device)
         pinned = device.type == "cuda"
         self._host_results = [torch.zeros(max_rows, dtype=torch.int32, pin_memory=pinned) for _ in range(_NUM_BUFFERS)]

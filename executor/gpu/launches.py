@@ -96,8 +96,8 @@ class _Launches:
 def _run(library: KernelLibrary, parts: Sequence[_Launches], own: OwnTensors, start: int, end: int) -> None:
     launches = [launch for part in parts for launch in part.launches]
     pointers = [pointer for part in parts for pointer in part.own]
-    c_launches = (Launch * len(launches))(*launches)
-    c_pointers = (OwnPointer * len(pointers))(*pointers)
+    c_launches = (Launch * len(launches))(*(Launch(*launch) for launch in launches))
+    c_pointers = (OwnPointer * len(pointers))(*(OwnPointer(*pointer) for pointer in pointers))
     args = RunLayersArgs(
         launches=ctypes.addressof(c_launches),
         own_pointers=ctypes.addressof(c_pointers),

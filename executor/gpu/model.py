@@ -15,7 +15,7 @@ from rorqual.kernels.linear import absorb_q, absorb_v, linear, linear_silu_mul, 
 from rorqual.kernels.loader import load
 from rorqual.kernels.mla import make_workspace, mla_decode, plan_decode
 from rorqual.kernels.moe import route
-from rorqual.kernels.prefill import PrefillPlan, gather_latents, mla_prefill
+from rorqual.kernels.prefill import STATE_WIDTH, PrefillPlan, gather_latents, mla_prefill
 
 from ..model.mla import LATENT_NORM_EPS
 from .launches import LayerLaunches, OwnTensors, Pointers
@@ -27,12 +27,13 @@ QK = NOPE + ROPE
 
 @dataclass(frozen=True, slots=True)
 class PrefillGroup:
-    """Rows [start, end) of whole segments in the prefill form, attended to in one call."""
+    """Rows [start, end) of whole segments in the prefill form, and what one call attends to: all their keys, or of a
+    history that is longer than a call takes, one slab of them. Slabs come in order."""
 
     start: int
     end: int
     plan: PrefillPlan
-    num_keys: int  # over all segments
+    num_keys: int  # of the plan, over all segments
     block_tables: torch.Tensor | None  # int32 [segments, n]; None: nothing is cached, the rows are the keys
     k_starts: torch.Tensor | None  # int32 [segments + 1]
 
@@ -79,8 +80,8 @@ class GpuModel:
         max_blocks: int,
         deterministic: bool,
     ) -> None:
-        """`max_rows`: decode rows and chunk rows together; `max_keys`: latents expanded at a time by the prefill form;
-        `max_blocks`: of one sequence."""
+        """`max_rows`: decode rows and chunk rows together; `max_keys`: latents expanded at a time by the prefill form, a
+        multiple of 128 where a sequence may have more; `max_blocks`: of one sequence."""
         config = weights.config
         device = weights.embedding.device
         self.weights = weights
@@ -123,6 +124,8 @@ class GpuModel:
         self.latents = empty(max_rows, LATENT + ROPE)
         self.gathered = empty(max_keys, LATENT + ROPE)
         self.kv = empty(max_keys, heads, NOPE + VALUE)
+        num_carried = max_rows if (max_blocks - 1) * 64 >= max_keys else 0  # from one slab of keys to the next
+        self.slab_state = empty(num_carried, heads, STATE_WIDTH, dtype=torch.float32)
         # Of the feed-forward part.
         downs = [mlp.down if isinstance(mlp, GpuDense) else mlp.shared_down for mlp in (x.mlp for x in weights.layers)]
         self.gated = empty(max_rows * max((down.shape[1] for down in downs if down is not None), default=0))
@@ -374,7 +377,14 @@ class GpuModel:
             latents = self.latents[group.start : group.end]
         else:
             latents = self.gathered[: group.num_keys]
-            gather_latents(cache, group.block_tables, group.k_starts, latents, library=self._launches)
+            gather_latents(
+                cache,
+                group.block_tables,
+                group.k_starts,
+                latents,
+                key_begin=group.plan.key_begin,
+                library=self._launches,
+            )
         kv = self.kv[: group.num_keys]
         self._linear(latents[:, :LATENT], weights.kv_b, out=kv.flatten(1))
         mla_prefill(
@@ -384,6 +394,7 @@ class GpuModel:
             _per_head(attended[group.start : group.end], self.heads),
             group.plan,
             scale=self.config.softmax_scale,
+            state=self.slab_state[group.start : group.end] if group.plan.needs_state else None,
             library=self._launches,
         )
 

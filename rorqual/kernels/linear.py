@@ -125,7 +125,7 @@ def _cublas_gemm_ex() -> int:
 def _cublas() -> tuple[int, int] | None:
     """The addresses of cublasGemmEx and of torch's handle, whose stream is the current one; None where there is none."""
     gemm_ex = _cublas_gemm_ex()
-    return (gemm_ex, torch.cuda.current_blas_handle()) if gemm_ex else None
+    return (gemm_ex, torch.cuda.current_blas_handle()) if gemm_ex else None  # type: ignore[no-untyped-call]
 
 
 def _gemm(

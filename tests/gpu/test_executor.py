@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from executor.gpu.backend import GpuBackend
+from executor.gpu.backend import SLAB_KEYS, GpuBackend
 from executor.kv_cache import LatentCache
 from executor.memory import MemoryMeter
 from executor.model.batch import Form, build_batch
@@ -34,10 +34,10 @@ MAX_LEN, MAX_SEQS, MAX_TOKENS, NUM_BLOCKS = 1024, 64, 512, 600
 class Loop:
     """A loop on the GPU, driven without its thread. Blocks are handed out in a random order, never twice."""
 
-    def __init__(self, device: torch.device, *, deterministic: bool) -> None:
+    def __init__(self, device: torch.device, *, deterministic: bool, slab_keys: int = SLAB_KEYS) -> None:
         config = ExecutorConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS, deterministic=deterministic)
         with open_source(TINY, dtype=torch.bfloat16, device=device) as source:
-            backend = GpuBackend(source, config, MAX_LEN)
+            backend = GpuBackend(source, config, MAX_LEN, slab_keys=slab_keys)
         meter = MemoryMeter.of(device)
         backend.kv_room(config, meter)
         cache = LatentCache(backend.config, NUM_BLOCKS, dtype=torch.bfloat16, device=device)
@@ -170,6 +170,22 @@ def test_deterministic_tokens_depend_on_nothing_around(deterministic: Loop) -> N
         resumed = loop.start(tokens + alone[:held], 60 - held, edges=edges, num_prompt=len(tokens), **sampling)
         loop.run()
         assert loop.received[resumed].token_ids == alone[held:]
+
+
+def test_slabs_of_keys_change_no_bit(deterministic: Loop, device: torch.device) -> None:
+    """A history of twice what one call attends to: the same logits as from one call over all keys."""
+    slabs = Loop(device, deterministic=True, slab_keys=128)
+    tokens = [random.Random(5).randrange(8000) for _ in range(950)]
+    entries = []
+    for loop in (deterministic, slabs):
+        edges = (320, 448, 896)
+        seq_id = loop.start(tokens, 20, edges=edges, temperature=0.0, logprobs=5, prompt_logprobs=1)
+        entries.append(loop.run()[seq_id])
+    whole, cut = entries
+    assert cut.token_ids == whole.token_ids
+    assert len(whole.prompt_logprobs) == 949
+    for mine, theirs in zip(cut.prompt_logprobs + cut.logprobs, whole.prompt_logprobs + whole.logprobs, strict=True):
+        assert (mine.logprob, list(mine.top_logprobs)) == (theirs.logprob, list(theirs.top_logprobs))
 
 
 def test_sampled_tokens_and_log_probabilities(usual: Loop, oracle: DeepseekModel) -> None:

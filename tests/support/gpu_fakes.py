@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from executor.gpu.model import ChunkRows
 from executor.gpu.step_loop import GpuStepLoop
 from executor.model.batch import BLOCK_SIZE
 from executor.order_loop import OrderLoop, StepLimits
+from rorqual.kernels.prefill import PrefillPlan
 
 from .executor_fakes import VOCAB, Driven, FakeModel
 
@@ -52,6 +54,7 @@ class FakeGpuModel(FakeModel):
         assert written.unique().numel() == written.numel()
         column[written] = tokens[running]
         self.rows = [None] * num_rows
+        self.num_attended: dict[int, int] = {}  # by row, of its keys in the slabs so far
 
         def read(row: int, table: torch.Tensor, length: int) -> None:
             assert length == int(self.positions[row]) + 1
@@ -86,14 +89,25 @@ class FakeGpuModel(FakeModel):
         for i, (q_len, k_len) in enumerate(zip(plan.q_lens, plan.k_lens, strict=True)):
             for q in range(q_len):
                 length = k_len - q_len + q + 1
-                if group.block_tables is not None:
-                    read(row + q, group.block_tables[i], length)
-                else:
-                    assert length == int(self.positions[row + q]) + 1
+                if group.block_tables is None:
+                    assert (plan.key_begin, length) == (0, int(self.positions[row + q]) + 1)
                     self.rows[row + q] = tokens[row : row + q + 1]
+                elif not self._attend_slab(row + q, length, plan):
+                    continue
+                else:
+                    read(row + q, group.block_tables[i], length)
                 self.forms.append((int(self.positions[row + q]), "prefill"))
             row += q_len
         assert row == group.end
+
+    def _attend_slab(self, row: int, length: int, plan: PrefillPlan) -> bool:
+        """Whether the row has attended to its last key; slabs come in order and leave none out."""
+        if plan.key_begin >= length:
+            assert self.num_attended[row] == length
+            return False
+        assert self.num_attended.get(row, 0) == plan.key_begin
+        self.num_attended[row] = min(plan.key_end, length)
+        return self.num_attended[row] == length
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
         for i, (high, low) in enumerate(hidden[:, :2].long().tolist()):
@@ -104,12 +118,17 @@ class FakeGpuModel(FakeModel):
 class DrivenGpu(Driven):
     """The GPU's step loop over FakeGpuModel."""
 
+    def __init__(self, *, max_keys: int | None = None, **values: Any) -> None:
+        """`max_keys`: latents that one call of the prefill form attends to; None: any history's."""
+        self._max_keys = max_keys
+        super().__init__(**values)
+
     def make_loop(self, limits: StepLimits, traced: bool) -> OrderLoop:
         poison = self.model.poison
         self.model = FakeGpuModel(
             max_decode_rows=limits.max_num_seqs,
             max_rows=limits.max_num_batched_tokens,
-            max_keys=limits.max_model_len,
+            max_keys=self._max_keys or limits.max_model_len,
             max_blocks=-(-limits.max_model_len // BLOCK_SIZE),
         )
         self.model.poison = poison

@@ -60,6 +60,25 @@ def test_chunks_of_a_step_share_calls_by_whether_a_prefix_is_cached() -> None:
         assert r[seq_id].token_ids == d.model.continuation(tokens, 1)
 
 
+def test_a_history_longer_than_a_call_takes_is_attended_to_in_slabs() -> None:
+    d = DrivenGpu(max_keys=256, max_num_batched_tokens=328)
+    long, other, short = prompt(900, 1), prompt(640, 2), prompt(100, 3)
+    d.order(
+        admit(1, long, list(range(15)), max_total=902),
+        *(prefill(1, long, start, min(start + 256, 900)) for start in range(0, 900, 256)),
+    )
+    d.order(
+        admit(2, other, list(range(15, 26)), max_total=642),
+        *(prefill(2, other, start, start + 128) for start in range(0, 640, 128)),
+        admit(3, short, [30, 31], max_total=102),
+        prefill(3, short),
+    )
+    d.run()
+    r = d.report()
+    for seq_id, tokens in ((1, long), (2, other), (3, short)):
+        assert r[seq_id].token_ids == d.model.continuation(tokens, 2)
+
+
 def test_generated_tokens_of_a_history_are_computed_in_the_decode_form_if_deterministic() -> None:
     d = DrivenGpu(deterministic=True, max_num_seqs=3)
     history = prompt(150)
