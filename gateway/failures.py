@@ -10,7 +10,8 @@ import msgspec
 from rorqual.core import errors
 
 INTERNAL_TEXT = "internal error; the server's log has it under this request's id"
-RETRY_AFTER_S = 1
+_RETRY_AFTER_S = 1  # where the one that refused gave no estimate
+_MOST_RETRY_AFTER_S = 60
 
 
 class ErrorObject(msgspec.Struct):
@@ -110,6 +111,7 @@ _BY_REASON: dict[str, _Row] = {
     "NO_CHAT_TEMPLATE": _INVALID,
     "REQUEST_TOO_LARGE": _Row(413, "invalid_request_error"),
     "SLOW_CLIENT": _Row(408, "timeout_error"),
+    errors.DEADLINE_UNREACHABLE: _Row(429, "rate_limit_error", retry=True),  # nothing ran: the queue is too long
 }
 
 _CODES = {"PROMPT_TOO_LONG": "context_length_exceeded", "QUEUE_FULL": "rate_limit_exceeded"}
@@ -128,9 +130,15 @@ def failure_of(error: BaseException) -> Failure:
                 row.type,
                 error.field.removeprefix("sampling.") or None,  # OpenAI's bodies have those fields at their top
                 _CODES.get(error.reason) or error.reason.lower(),
-                {"retry-after": str(RETRY_AFTER_S)} if row.retry else {},
+                {"retry-after": str(_retry_after_s(error))} if row.retry else {},
             )
     return Failure(500, INTERNAL_TEXT, "server_error", code="internal_error")
+
+
+def _retry_after_s(error: errors.RorqualError) -> int:
+    """The scheduler's estimate of when its queue is shorter, within bounds."""
+    estimate = error.metadata.get(errors.RETRY_AFTER_S, "")
+    return max(1, min(_MOST_RETRY_AFTER_S, int(estimate))) if estimate.isdecimal() else _RETRY_AFTER_S
 
 
 def not_found(path: str) -> HttpError:

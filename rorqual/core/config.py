@@ -94,6 +94,9 @@ class SchedulerConfig:
     enable_prefix_caching: bool = setting(True, "reuse the KV blocks of equal prefixes")
     max_queue_len: int = setting(4096, "requests that may wait; further ones are refused with RESOURCE_EXHAUSTED")
     peer_timeout_s: float = setting(30.0, "silence of an executor that counts as its death")
+    restart_wait_s: float = setting(
+        2.0, "after a restart, how long executors may take to offer their cached blocks before requests are placed"
+    )
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:
@@ -112,6 +115,7 @@ class SchedulerConfig:
         _require(
             self.peer_timeout_s > 1.0, "peer_timeout_s", self.peer_timeout_s, "above 1 (a heartbeat comes each second)"
         )
+        _require(0.0 <= self.restart_wait_s <= 60.0, "restart_wait_s", self.restart_wait_s, "0 to 60")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+RETRY_AFTER_S = "retry_after_s"
+"""In metadata: when the caller may try again, in whole seconds, where that could be estimated."""
+
+DEADLINE_UNREACHABLE = "DEADLINE_UNREACHABLE"
+"""The reason of a DeadlineExceededError that came early: those that wait before it need longer than it has."""
+
 
 class RorqualError(Exception):
     """Base of all. `str(error)` names the fault and the cure."""

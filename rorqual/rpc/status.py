@@ -6,7 +6,7 @@ import json
 from typing import Any, NoReturn
 
 import grpc
-from google.protobuf import any_pb2
+from google.protobuf import any_pb2, duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -77,7 +77,7 @@ def from_error_proto(proto: common_pb2.Error) -> errors.RorqualError:
 
 
 def to_status(error: BaseException) -> status_pb2.Status:
-    """google.rpc.Status with ErrorInfo and, where a field is at fault, BadRequest."""
+    """google.rpc.Status with ErrorInfo and, where a field is at fault, BadRequest; RetryInfo where it is known when."""
     proto = to_error_proto(error)
     details: list[any_pb2.Any] = []
     info = any_pb2.Any()
@@ -88,6 +88,10 @@ def to_status(error: BaseException) -> status_pb2.Status:
         violation = error_details_pb2.BadRequest.FieldViolation(field=proto.field, description=proto.message)
         bad.Pack(error_details_pb2.BadRequest(field_violations=[violation]))
         details.append(bad)
+    if (seconds := proto.metadata.get(errors.RETRY_AFTER_S, "")).isdecimal():
+        retry = any_pb2.Any()
+        retry.Pack(error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=int(seconds))))
+        details.append(retry)
     return status_pb2.Status(code=proto.code, message=proto.message, details=details)
 
 

@@ -61,7 +61,9 @@ class GenerationServiceServicer:
         INVALID_ARGUMENT: EMPTY_PROMPT, PROMPT_TOO_LONG, TOKEN_OUT_OF_RANGE, INVALID_SAMPLING,
         UNSUPPORTED_CONSTRAINT (a grammar, where executors take none).
         RESOURCE_EXHAUSTED: QUEUE_FULL (retry later), KV_CACHE_TOO_SMALL (the request can never fit).
-        DEADLINE_EXCEEDED: time_left_us ran out. ABORTED: SUPERSEDED by a higher attempt.
+        DEADLINE_EXCEEDED: time_left_us ran out, or (DEADLINE_UNREACHABLE, at once) would run out in the queue.
+        ABORTED: SUPERSEDED by a higher attempt. Where it could be estimated when to retry, the metadata have
+        retry_after_s, in whole seconds, and a failed call's details a google.rpc.RetryInfo.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from rorqual.core.blocks import BLOCK_SIZE
 from rorqual.core.errors import (
+    DEADLINE_UNREACHABLE,
+    RETRY_AFTER_S,
     CapacityError,
     DeadlineExceededError,
     InvalidRequestError,
@@ -24,6 +26,8 @@ from rorqual.core.errors import (
     SupersededError,
 )
 
+from . import policy
+from .drain_rate import DrainRate
 from .events import (
     Cancel,
     Event,
@@ -34,6 +38,7 @@ from .events import (
     ModelSpec,
     Open,
     Reported,
+    Request,
     Tick,
 )
 from .executor_state import ExecutorState, Plan
@@ -66,6 +71,7 @@ class CoreConfig:
     max_num_batched_tokens: int = 0
     enable_prefix_caching: bool = True
     max_queue_len: int = 4096
+    gather_until_s: float = 0.0  # after a restart: nothing is admitted before, so that all inventories are there
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,8 @@ class SchedulerCore:
         self._by_request: dict[tuple[str, int], Sequence] = {}  # (request id, choice): attempts of one meet here
         self._running_by_priority: Counter[int] = Counter()
         self._waiting = WaitingQueue()
+        self._drain = DrainRate()
+        self._is_gathering = False
         self._last_refused: Sequence | None = None  # the queue's head that no executor could take
         self._reopened: dict[int, ExecutorState] = {}  # those that sent their backlog on after that
         self._parked: dict[int, Sequence] = {}
@@ -132,7 +140,10 @@ class SchedulerCore:
         """When a Tick is due."""
         while self._deadlines and self._deadlines[0][1] not in self._streams:
             heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        first_s = self._deadlines[0][0] if self._deadlines else None
+        if self._is_gathering:
+            return self._config.gather_until_s if first_s is None else min(first_s, self._config.gather_until_s)
+        return first_s
 
     def executor(self, link_id: int) -> ExecutorState | None:
         """The executor of a link that is connected."""
@@ -184,17 +195,16 @@ class SchedulerCore:
             self._fail(older, SupersededError(f"attempt {request.attempt} of this request took over"))
         self._num_arrivals += 1
         seq = Sequence(event.stream_id, request, event.token_ids, self._num_arrivals, self._now_s)
-        if self.model is not None and (error := self._validate(seq, self.model)) is not None:
+        if request.is_resume:
+            self._gather()
+        # While executors come back one by one, none of them says what fits.
+        if self.model is not None and not self._is_gathering:
+            error = self._validate(seq, self.model)
+            if error is not None:
+                self._refuse(event.stream_id, error)
+                return
+        if seq.is_new and (error := self._too_busy_for(request)) is not None:
             self._refuse(event.stream_id, error)
-            return
-        if seq.is_new and len(self._streams) - self._num_running() >= self._config.max_queue_len:
-            self._refuse(
-                event.stream_id,
-                QueueFullError(
-                    f"{self._config.max_queue_len} requests are waiting already; try again later",
-                    metadata={"max_queue_len": str(self._config.max_queue_len)},
-                ),
-            )
             return
         self._streams[event.stream_id] = seq
         self._by_request[key] = seq
@@ -203,6 +213,37 @@ class SchedulerCore:
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (request.deadline_s, event.stream_id))
         self._enqueue(seq)
+
+    def _too_busy_for(self, request: Request) -> RorqualError | None:
+        """The refusal of a new request because of those that wait: too many, or for longer than it has time."""
+        max_queue_len, now_s = self._config.max_queue_len, self._now_s
+        if (num_waiting := len(self._streams) - self._num_running()) >= max_queue_len:
+            likely_s = self._drain.wait_s(num_waiting, now_s)
+            metadata = {"max_queue_len": str(max_queue_len)}
+            if likely_s is not None:
+                metadata[RETRY_AFTER_S] = str(policy.retry_after_s(likely_s))
+            return QueueFullError(f"{max_queue_len} requests are waiting already; try again later", metadata=metadata)
+        if request.deadline_s is None:
+            return None
+        left_s, ahead = request.deadline_s - now_s, self._waiting.ahead(request.priority)
+        wait_s = self._drain.least_wait_s(ahead, now_s)
+        if wait_s is None or wait_s <= left_s or left_s <= 0.0:
+            return None
+        return DeadlineExceededError(
+            f"its deadline is in {left_s:.3f} s, but {ahead[0]} requests wait before it, for which at least {wait_s:.1f} s "
+            "are needed at the present rate: try again later, or allow more time",
+            reason=DEADLINE_UNREACHABLE,
+            metadata={
+                "time_left_ms": str(round(1e3 * left_s)),
+                "estimated_wait_ms": str(round(1e3 * wait_s)),
+                "num_waiting_before": str(ahead[0]),
+                RETRY_AFTER_S: str(policy.retry_after_s(wait_s - left_s)),
+            },
+        )
+
+    def _gather(self) -> None:
+        """Something that was here before this scheduler came back: others will follow."""
+        self._is_gathering = self._is_gathering or self._now_s < self._config.gather_until_s
 
     def _on_connected(self, link_id: int, spec: ExecutorSpec) -> None:
         model = spec.model
@@ -231,6 +272,9 @@ class SchedulerCore:
         )
         self._executors[link_id] = executor
         self._placement.add(executor)
+        self._drain.clear()  # there is one more to serve the queue
+        if spec.inventory:
+            self._gather()
         self._served_changed()
         self._touch(executor)
         parked, self._parked = self._parked, {}
@@ -365,6 +409,8 @@ class SchedulerCore:
             if had_backlog and not executor.has_backlog:
                 self._reopened[executor.link_id] = executor
             self._placement.refresh(executor)
+        if not self._waiting:
+            self._drain.clear()
 
     def _feed(self, executor: ExecutorState) -> None:
         """Blocks for those that need one, best first; who is about to stand still takes them from the worst.
@@ -384,6 +430,10 @@ class SchedulerCore:
                 executor.grant(seq)
 
     def _admit_waiting(self) -> None:
+        if self._is_gathering:
+            if self._now_s < self._config.gather_until_s:
+                return
+            self._is_gathering = False
         while True:
             # Woken first: they come before what arrived after them.
             for executor in self._touched.values():
@@ -464,6 +514,7 @@ class SchedulerCore:
             if plan.num_cached_blocks < plan.num_sharable_blocks:
                 miss, diverged_at = self._prefixes.why_missed(seq, plan.num_cached_blocks, executor.cache)
             self._prefixes.remember(seq)
+        self._drain.note(seq.queued_work, self._now_s)
         executor.admit(seq, self._num_seq_ids, plan)
         self._note_running(seq, 1)
         self._placement.refresh(executor)
@@ -591,6 +642,8 @@ class SchedulerCore:
         key = (seq.request.request_id, seq.request.choice_index)
         if self._by_request.get(key) is seq:
             del self._by_request[key]
+        if state is State.WAITING:
+            self._drain.note(seq.queued_work, self._now_s)
         self._waiting.discard(seq)
         self._parked.pop(seq.stream_id, None)
         if executor is None:

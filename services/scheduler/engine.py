@@ -56,6 +56,7 @@ class Engine:
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 enable_prefix_caching=config.enable_prefix_caching,
                 max_queue_len=config.max_queue_len,
+                gather_until_s=self.now_s() + config.restart_wait_s,
             )
         )
         self.on_num_executors: Callable[[int], None] = lambda _num: None
@@ -133,6 +134,7 @@ class Engine:
             self._dispatch(self.core.handle(Tick(), self.now_s()))
             raise
         self._dispatch(effects)
+        self._arm_deadline()
         model, groups = spec.model, spec.groups
         _log.info(
             "executor %s connected: model %s, %s KV blocks, %d of them cached, max_num_seqs %d",

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 from rorqual.core.blocks import BLOCK_SIZE
 
 _HIDDEN_US = 20_000
 """How much run-ahead a grant should hide: several round trips across a network and a late report."""
+
+_SOONEST_RETRY_S = 1
+_LATEST_RETRY_S = 60
 
 _LEAST_AHEAD = BLOCK_SIZE // 2
 _MOST_AHEAD = 8 * BLOCK_SIZE
@@ -67,6 +72,11 @@ def readmission_headroom(num_blocks: int) -> int:
     Without it the one that displaced it grows a block and displaces it again, a whole prefill for nothing.
     """
     return num_blocks // 8
+
+
+def retry_after_s(wait_s: float) -> int:
+    """When a request that was refused may come again, in whole seconds: the queue is expected to be shorter then."""
+    return max(_SOONEST_RETRY_S, min(_LATEST_RETRY_S, math.ceil(wait_s)))
 
 
 def executor_load(prefill_backlog: int, num_running: int) -> int:

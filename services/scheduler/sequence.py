@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rorqual.core.blocks import BLOCK_SIZE, block_hash, root_hash
 
+from .drain_rate import Work
 from .events import ModelSpec, Request
 from .orders import BlockTables
 
@@ -55,6 +56,7 @@ class Sequence:
         "prompt_logprobs_delivered",
         "queue_ticket",
         "queue_time_us",
+        "queued_work",
         "rank",
         "request",
         "scores_prompt_only",
@@ -81,6 +83,7 @@ class Sequence:
         self.is_new = not request.is_resume
         self.state = State.WAITING
         self.queue_ticket = 0
+        self.queued_work: Work = (0, 0, 0)
         self.tried_at = -1  # the core's capacity version when placing it failed last
         # Known once a model is.
         self.validated_for: ModelSpec | None = None

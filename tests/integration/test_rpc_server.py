@@ -7,10 +7,12 @@ from typing import Any
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_status import rpc_status
 
-from rorqual.core.errors import ConfigError, InternalError, PromptTooLongError
+from rorqual.core.errors import ConfigError, InternalError, PromptTooLongError, QueueFullError
 from rorqual.core.token_ids import pack_token_ids
 from rorqual.rpc.channel import open_channel
 from rorqual.rpc.server import RpcServer
@@ -27,6 +29,8 @@ class Echo(generation_pb2_grpc.GenerationServiceServicer):
         yield generation_pb2.GenerateResponse(delta=generation_pb2.TokenDelta(token_ids=request.token_ids))
         if request.request_id == "too long":
             raise PromptTooLongError("the prompt is too long", field="token_ids", metadata={"max_model_len": "8"})
+        if request.request_id == "too many":
+            raise QueueFullError("full", metadata={"retry_after_s": "7"})
 
     async def GetServerInfo(self, request: Any, context: Any) -> Any:
         raise ValueError("a secret")
@@ -72,6 +76,21 @@ async def test_reflection_names_the_services(channel: grpc.aio.Channel) -> None:
     call.cancel()
     names = {service.name for service in reply.list_services_response.service}
     assert {NAME, "grpc.health.v1.Health"} <= names
+
+
+async def test_a_refusal_says_when_to_try_again(channel: grpc.aio.Channel) -> None:
+    stub = generation_pb2_grpc.GenerationServiceStub(channel)
+    with pytest.raises(grpc.RpcError) as caught:
+        async for _ in stub.Generate(generation_pb2.GenerateRequest(request_id="too many"), timeout=10):
+            pass
+    error = from_rpc_error(caught.value)
+    assert isinstance(error, QueueFullError)
+    assert error.metadata == {"retry_after_s": "7"}
+    status = rpc_status.from_call(caught.value)
+    assert status is not None
+    retry = error_details_pb2.RetryInfo()
+    assert any(detail.Unpack(retry) for detail in status.details)
+    assert retry.retry_delay.seconds == 7
 
 
 async def test_an_error_arrives_as_the_same_class_with_its_figures(channel: grpc.aio.Channel) -> None:

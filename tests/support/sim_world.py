@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from executor.sim.device import BLOCK_SIZE, SimConfig, SimExecutor, expected_tokens
 from rorqual.core.errors import (
+    DEADLINE_UNREACHABLE,
     CapacityError,
     DeadlineExceededError,
     InvalidRequestError,
@@ -70,7 +71,8 @@ class World:
 
     def __init__(self, rng: random.Random, config: CoreConfig | None = None, *, vocab_size: int = 97) -> None:
         self.rng = rng
-        self.core = SchedulerCore(config or CoreConfig())
+        self.config = config or CoreConfig()
+        self.core = SchedulerCore(self.config)
         self.vocab_size = vocab_size
         self.now_s = 0.0
         self.links: dict[int, Link] = {}
@@ -185,6 +187,17 @@ class World:
         self.handle(ExecutorLost(link.link_id))
         return link.sim
 
+    def restart(self, config: CoreConfig) -> list[Client]:
+        """Another core takes over: links and streams are broken. Returns the clients that had one; none is opened again."""
+        for link in self.links.values():
+            link.sim.reset()
+        broken = list(self.live.values())
+        self.links.clear()
+        self.live.clear()
+        self.config = config
+        self.core = SchedulerCore(config)
+        return broken
+
     def send(self, link: Link) -> bool:
         """The wire is free: the core's next batch leaves."""
         taken = self.core.take_batch(link.link_id)
@@ -227,6 +240,9 @@ class World:
                     progress = True
                 progress |= self.step(link)
                 progress |= self.report(link)
+            if not progress and self.now_s < self.config.gather_until_s:
+                self.pass_time(self.config.gather_until_s - self.now_s)
+                continue
             assert progress, f"nothing moves, but {len(self.live)} streams are live"
         assert not self.live, "streams do not end"
         occupancy = self.core.occupancy()
@@ -316,7 +332,11 @@ class World:
         error = client.error
         if isinstance(error, DeadlineExceededError):
             assert client.deadline_s is not None
-            assert client.deadline_s <= self.now_s
+            if error.reason == DEADLINE_UNREACHABLE:
+                assert not client.proto.HasField("resume"), "a resume is never refused for the queue's length"
+                assert not client.started
+            else:
+                assert client.deadline_s <= self.now_s
         elif isinstance(error, QueueFullError):
             assert not client.proto.HasField("resume"), "a resume is never refused for a full queue"
         elif isinstance(error, PromptTooLongError):
@@ -383,6 +403,13 @@ def random_action(world: World, spare: list[SimExecutor]) -> None:
         if links and (sequences := rng.choice(links).sim.sequences):
             sim = next(link.sim for link in links if link.sim.sequences is sequences)
             sim.fault(rng.choice(list(sequences)), "a planted NaN")
+    elif dice < 0.980:
+        broken = world.restart(replace(world.config, gather_until_s=world.now_s + rng.choice((0.0, 0.05, 1.0))))
+        spare += [link.sim for link in links]
+        rng.shuffle(broken)
+        for client in broken:
+            if rng.random() < 0.9:
+                world.resume(client, len(client.tokens))
     elif dice < 0.985:
         if links:
             spare.append(world.lose(rng.choice(links), keep_cache=rng.random() < 0.7))

@@ -45,6 +45,18 @@ def test_status_and_code(error: errors.RorqualError, status: int, code: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("metadata", "seconds"),
+    [({}, "1"), ({"retry_after_s": "7"}, "7"), ({"retry_after_s": "0"}, "1"), ({"retry_after_s": "9999"}, "60"),
+     ({"retry_after_s": "soon"}, "1"), ({"retry_after_s": "-3"}, "1")],
+)  # fmt: skip
+def test_retry_after_is_the_estimate_within_bounds(metadata: dict[str, str], seconds: str) -> None:
+    assert failure_of(errors.QueueFullError("x", metadata=metadata)).headers["retry-after"] == seconds
+    assert "retry-after" not in failure_of(errors.InvalidRequestError("x", metadata=metadata)).headers
+    early = failure_of(errors.DeadlineExceededError("x", reason=errors.DEADLINE_UNREACHABLE, metadata=metadata))
+    assert (early.status, early.code, early.headers["retry-after"]) == (429, "deadline_unreachable", seconds)
+
+
+@pytest.mark.parametrize(
     ("field", "param"),
     [("sampling.logit_bias", "logit_bias"), ("messages[0].content", "messages[0].content"), ("", None)],
 )

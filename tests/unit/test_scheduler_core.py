@@ -340,6 +340,132 @@ def test_deadlines() -> None:
     world.run_to_end()
 
 
+def make_queue(world: World, link: Link, num_waiting: int, **fields: Any) -> None:
+    """One runs, `num_waiting` wait, and 40 before them have left the queue, one each 32 ms."""
+    for i in range(41 + num_waiting):
+        world.open(make_proto(start=i, max_tokens=30, **fields))
+    while len(world.live) > 1 + num_waiting:
+        turn(world, link)
+        world.pass_time(0.0)
+
+
+def test_a_deadline_that_the_queue_alone_would_break_is_refused_early() -> None:
+    world, link = make_world(max_num_seqs=1)
+    make_queue(world, link, 100)
+    now_s = world.now_s
+    refused = world.open(make_proto(start=500, time_left_us=1_000_000))
+    assert isinstance(refused.error, DeadlineExceededError)
+    assert refused.error.reason == "DEADLINE_UNREACHABLE"
+    figures = refused.error.metadata
+    assert figures["num_waiting_before"] == "100"
+    assert figures["time_left_ms"] == "1000"
+    assert 1.5 < int(figures["estimated_wait_ms"]) * 1e-3 < 3.2
+    assert figures["retry_after_s"] in ("1", "2", "3")
+    patient = world.open(make_proto(start=501, time_left_us=30_000_000))
+    urgent = world.open(make_proto(start=502, time_left_us=1_000_000, priority=-1))
+    resumed = world.open(make_proto(start=503, time_left_us=1_000_000, resume=generation_pb2.GenerateResume()))
+    assert all(client.error is None for client in (patient, urgent, resumed))
+    while not patient.started:
+        turn(world, link)
+    assert world.now_s - now_s > int(figures["estimated_wait_ms"]) * 1e-3, "the estimate was on the safe side"
+    world.run_to_end()
+    assert urgent.error is resumed.error is patient.error is None
+
+
+def test_a_deadline_is_not_refused_early_on_a_guess() -> None:
+    world, link = make_world(max_num_seqs=1)
+    for i in range(100):
+        world.open(make_proto(start=i, max_tokens=30))
+    turn(world, link)
+    assert world.open(make_proto(start=500, time_left_us=5_000)).error is None, "nothing has been measured"
+    world, link = make_world(max_num_seqs=1)
+    make_queue(world, link, 30)
+    world.connect(make_sim(executor_id="another", max_num_seqs=1))
+    assert world.open(make_proto(start=501, time_left_us=5_000)).error is None, "another one has come to help"
+
+
+def test_a_full_queue_says_when_to_come_again() -> None:
+    world, link = make_world(CoreConfig(max_queue_len=200), max_num_seqs=1)
+    make_queue(world, link, 150)
+    for i in range(1000, 1050):
+        world.open(make_proto(start=i, max_tokens=30))
+    refused = world.open(make_proto(start=2000))
+    assert isinstance(refused.error, QueueFullError)
+    assert 4 <= int(refused.error.metadata["retry_after_s"]) <= 8, "200 of 32 ms"
+    world, link = make_world(CoreConfig(max_queue_len=2), max_num_seqs=1)
+    for i in range(3):
+        world.open(make_proto(start=i))
+    refused = world.open(make_proto(start=9))
+    assert isinstance(refused.error, QueueFullError)
+    assert refused.error.metadata == {"max_queue_len": "2"}, "no rate is known"
+
+
+# -- a restarted scheduler ----------------------------------------------------------------------------
+
+
+def test_after_a_restart_inventories_come_first_then_resumed_then_new_requests() -> None:
+    world, link = make_world(executor_id="a")
+    held = world.open(make_proto(500, max_tokens=200))
+    for _ in range(3):
+        turn(world, link, 10)
+    other = world.connect(make_sim(executor_id="b"))
+    empty, warm = other.sim, link.sim
+    world.restart(CoreConfig(gather_until_s=world.now_s + 2.0))
+    new = world.open(make_proto(100, start=9, max_tokens=5, request_id="new"))
+    resumed = world.resume(held, len(held.tokens))
+    world.connect(empty)
+    assert not new.started, "there is an executor, but the resume says that this is a restart"
+    world.pass_time(1.0)
+    link = world.connect(warm)
+    assert world.core.next_deadline_s() == pytest.approx(world.now_s + 1.0)
+    world.pass_time(0.9)
+    assert not resumed.started
+    world.pass_time(0.2)
+    (admit, *_) = of(Admit, orders(world, link))
+    assert admit.num_tokens == 500 + len(held.tokens), "where its blocks are, and before the new one"
+    assert admit.num_cached_tokens >= 512
+    world.run_to_end()
+    assert held.tokens + resumed.tokens == world.expected(held)[0]
+    assert new.finish is FinishReason.LENGTH
+
+
+def test_a_first_start_waits_for_nothing() -> None:
+    world, _ = make_world(CoreConfig(gather_until_s=10.0))
+    assert world.open(make_proto()).started
+    assert world.core.next_deadline_s() is None
+
+
+def test_while_executors_come_back_nothing_is_refused_for_those_that_lack() -> None:
+    world, long = make_world(max_model_len=1000, executor_id="long")
+    client = world.open(make_proto(400, max_tokens=300))
+    turn(world, long)
+    sim = long.sim
+    world.restart(CoreConfig(gather_until_s=world.now_s + 2.0))
+    world.connect(make_sim(max_model_len=300, executor_id="short"))
+    resumed = world.resume(client, len(client.tokens))
+    assert resumed.error is None
+    world.connect(sim)
+    world.pass_time(2.0)
+    assert resumed.started
+    world.run_to_end()
+    assert resumed.finish is FinishReason.LENGTH
+
+
+def test_what_was_used_last_before_a_restart_is_evicted_last() -> None:
+    world, link = make_world(num_blocks=20, executor_id="a")
+    for start in (0, 1, 0):
+        world.open(make_proto(320, start=start, max_tokens=1, request_id=f"r{start}.{world.num_events}"))
+        world.run_to_end()
+    sim = link.sim
+    world.restart(CoreConfig())
+    link = world.connect(sim)
+    world.open(make_proto(12 * BLOCK_SIZE, start=2, max_tokens=1))
+    world.run_to_end()
+    world.open(make_proto(320, start=0, max_tokens=1, request_id="again"))
+    (admit,) = of(Admit, orders(world, link))
+    assert admit.num_cached_tokens == 256
+
+
 # -- refusals -----------------------------------------------------------------------------------------
 
 

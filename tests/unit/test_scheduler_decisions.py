@@ -14,6 +14,7 @@ from rorqual.core.errors import InvalidRequestError, PreconditionError, Unavaila
 from rorqual.core.token_ids import pack_token_ids, pack_uint64
 from rorqual.v1 import common_pb2, executor_pb2, generation_pb2
 from services.scheduler import policy
+from services.scheduler.drain_rate import DrainRate
 from services.scheduler.events import Request
 from services.scheduler.generation_service import UsedIds
 from services.scheduler.outbox import Outbox
@@ -82,6 +83,81 @@ def test_a_queue_of_the_cancelled_takes_no_room() -> None:
         queue.push(seq)
         queue.discard(seq)
     assert len(queue._heap) < 200
+
+
+def test_the_queue_knows_what_stands_before_a_class() -> None:
+    queue = WaitingQueue()
+    assert queue.ahead(5) == (0, 0, 0)
+    sequences = [sequence(i, priority=i % 3, num_tokens=10 + i) for i in range(9)]
+    for seq in sequences:
+        seq.max_total = 100
+        queue.push(seq)
+    assert queue.ahead(-1) == (0, 0, 0)
+    assert queue.ahead(0) == (3, 39, 300)
+    for seq in sequences[3:]:
+        seq.num_tokens += 1000  # it is what was pushed that leaves
+        queue.discard(seq)
+    assert queue.ahead(2) == (3, 33, 300)
+
+
+def drained(num_departures: int, every_s: float, work: tuple[int, int, int] = (1, 100, 200)) -> DrainRate:
+    """A queue that one has left every `every_s`, from 0 on."""
+    drain = DrainRate()
+    for i in range(num_departures):
+        drain.note(work, i * every_s)
+    return drain
+
+
+def test_a_wait_is_estimated_from_what_left_the_queue() -> None:
+    least = drained(101, 0.1).least_wait_s((260, 26_000, 52_000), 10.0)
+    assert least == pytest.approx(20.0), "26 s at the rate that was seen; 3 of 10 could be luck"
+    assert drained(101, 0.1).wait_s(260, 10.0) == pytest.approx(26.0)
+    assert drained(101, 0.1).wait_s(260, 20.0) == pytest.approx(52.0), "and nothing since"
+    assert drained(101, 0.1).least_wait_s((260, 26_000, 52_000), 20.0) == least, "a standstill may be over at once"
+
+
+def test_of_several_measures_the_shortest_wait_counts() -> None:
+    short_ones_wait = drained(101, 0.1, (1, 1000, 5000)).least_wait_s((260, 2600, 5200), 10.0)
+    assert short_ones_wait is not None
+    assert short_ones_wait < 0.1, "what left was far longer than what waits"
+    long_ones_wait = drained(101, 0.1, (1, 10, 20)).least_wait_s((26, 26_000, 260_000), 10.0)
+    assert long_ones_wait == pytest.approx(2.0)
+
+
+def test_an_uncertain_wait_is_none() -> None:
+    assert drained(16, 1.0).least_wait_s((100, 1, 1), 16.0) is None, "too few"
+    assert drained(17, 1.0).least_wait_s((100, 1, 1), 90.0) is None, "too long ago"
+    assert drained(17, 0.0).least_wait_s((100, 100, 100), 0.0) == 0.0, "all at once: no rate"
+    assert DrainRate().wait_s(5, 1.0) is drained(1, 1.0).wait_s(5, 3.0) is None
+    drain = drained(50, 1.0)
+    drain.clear()
+    assert drain.wait_s(5, 50.0) is drain.least_wait_s((5, 5, 5), 50.0) is None
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(0, 5), st.integers(1, 999), st.integers(1, 999)), max_size=400),
+    st.tuples(st.integers(0, 9999), st.integers(0, 9999), st.integers(0, 9999)),
+)
+def test_the_least_wait_is_never_longer_than_the_likely_one(
+    departures: list[tuple[float, int, int]], ahead: tuple[int, int, int]
+) -> None:
+    drain, now_s = DrainRate(), 0.0
+    for after_s, num_tokens, max_total in departures:
+        now_s += after_s
+        drain.note((1, num_tokens, max_total), now_s)
+    assert len(drain._departures) <= 256
+    least, likely = drain.least_wait_s(ahead, now_s), drain.wait_s(ahead[0], now_s)
+    if least is not None:
+        assert likely is not None
+        assert 0.0 <= least <= likely + 1e-9
+
+
+@settings(deadline=None)
+@given(st.floats(0, 1e9))
+def test_a_retry_is_asked_for_within_bounds(wait_s: float) -> None:
+    assert 1 <= policy.retry_after_s(wait_s) <= 60
+    assert policy.retry_after_s(wait_s) >= min(wait_s, 60)
 
 
 def prefilling(arrival: int, num_tokens: int, **kwargs: Any) -> Sequence:
