@@ -1,30 +1,38 @@
-"""CPU time and latency of scheduler, tokenizer and gateway, with a simulated executor that only makes tokens up.
+"""What scheduler, tokenizer and gateway cost and add, with a simulated executor that only makes tokens up.
 
-    python benchmarks/serving/bench_control_plane.py [--streams 1,32,256,1024] [--step-ms 10,10,150,600] [--gateways 1]
+    python benchmarks/serving/bench_control_plane.py [--parts http,session,rate,replicas,memory,prefix] [--out FILE]
 
-Each process's CPU time while it carries the load, divided by the tokens; the machine's other work makes it an upper
-bound, so a small loop of plain Python is timed beside it. The simulated executor reports a step's tokens and then waits
---step-ms, so TTFT is the way through the processes and back. Added latency is the time from a token made in the
-executor to its chunk on the client's socket, on one clock; paused_share, how many of the sequence-steps stood still for
-want of a block. The last line is one JSON object: the row of 256 streams (or the last one), and all rows.
+http      CPU time of each process a token while it carries 1 to 1,024 streams over HTTP, and added latency: from a token
+          ready in the executor to its chunk on the client's socket, on one clock.
+session   the share of sequence-steps that stand still for want of a block at 12,500 tokens/s, through the scheduler's
+          `Session` alone: 256 sequences at 20 ms a step, 24 at 2 ms.
+rate      more and more sequences on four executors: the highest rate at which that share stays below 1 %.
+replicas  2 and 4 gateways on one port with as many tokenizers: CPU time a token of all together and of the busiest.
+memory    what a queued and a running request take in the scheduler.
+prefix    time to the first token of a long prompt, 90 % of it cached and none: see bench_prefix_cache.py.
+
+The machine's other work makes CPU times upper bounds, so a small loop of plain Python is timed beside them. The last
+line is one JSON object: the row of 256 streams, the largest paused share of `session`, the added latency at 32
+streams, and all rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import platform
 import random
-import signal
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from bisect import bisect_left
-from collections import defaultdict
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,52 +41,73 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 import psutil  # noqa: E402
 import uvloop  # noqa: E402
-from load_client import Answer, LoadRun, completion_job, run_load, spread_ms  # noqa: E402
+from load_client import Answer, completion_job, run_load, spread_ms  # noqa: E402
+from session_load import session, window  # noqa: E402
 from word_tokenizer import random_text, words, write_tokenizer  # noqa: E402
 
 from rorqual.launch import Stack, make_plan  # noqa: E402
+from rorqual.launch.plan import module_environ  # noqa: E402
 
 VOCAB_SIZE = 8192
 WARM_UP_TOKENS = 8
+PARTS = ("http", "session", "rate", "replicas", "memory", "prefix")
+MOST_PAUSED = 0.01
+ENVIRON = module_environ(ROOT, os.environ)
 
 
-async def simulate(address: str, step_s: float, stats_file: str) -> None:
-    """The executor: every decoding sequence gets a token each step. When it is ended it writes what it saw."""
-    from executor.sim.device import SimConfig, SimExecutor
-    from tests.support.sim_link import SimExecutorLink
+class Executors:
+    """Simulated executors that dial one scheduler, each with a record of what it made."""
 
-    class Executor(SimExecutor):
-        """Remembers when it made each token, by the lengths of prompt and answer: no two requests have the same."""
+    def __init__(self, address: str, model: Path, count: int = 1, **flags: object) -> None:
+        self._files = [model / f"executor-{i}.json" for i in range(count)]
+        settings = {
+            "scheduler": address,
+            "model": model,
+            "backend": "sim",
+            "sim_num_blocks": 16384,
+            "max_num_seqs": 1024,
+            "max_num_batched_tokens": 16384,
+            **flags,
+        }
+        argv = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+        program = str(Path(__file__).with_name("sim_executor.py"))
+        self._processes = [
+            subprocess.Popen([sys.executable, program, str(file), *argv], env=ENVIRON, stderr=subprocess.DEVNULL)
+            for file in self._files
+        ]
 
-        def __init__(self, config: SimConfig) -> None:
-            super().__init__(config)
-            self.num_row_steps = 0
-            self.made_s: dict[str, list[float]] = defaultdict(list)
-            self._lengths: dict[int, str] = {}
+    def cpu_s(self) -> float:
+        return sum(cpu_s(psutil.Process(process.pid)) for process in self._processes)
 
-        def _admit(self, admit: Any) -> None:
-            super()._admit(admit)
-            num_prompt = admit.num_prompt_tokens
-            self._lengths[admit.seq_id] = f"{num_prompt}+{admit.max_total_tokens - num_prompt}"
+    def stop(self) -> list[dict[str, Any]]:
+        """End them; what they recorded."""
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.wait(30)
+        return [json.loads(file.read_text()) for file in self._files]
 
-        def step(self) -> None:
-            super().step()
-            now_s = time.perf_counter()
-            self.num_row_steps += len(self._unreported[-1].tokens)
-            for seq_id in self._unreported[-1].tokens:
-                self.made_s[self._lengths[seq_id]].append(now_s)
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
 
-    config = SimConfig(
-        vocab_size=VOCAB_SIZE, num_blocks=16384, max_num_seqs=1024, max_num_batched_tokens=16384, read_back=False
-    )
-    executor = Executor(config)
-    link = SimExecutorLink(address, executor, step_time_s=step_s)
-    await link.start()
-    ended = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
-    await ended.wait()
-    stats = {"paused": executor.num_paused_steps, "rows": executor.num_row_steps, "made_s": executor.made_s}
-    Path(stats_file).write_text(json.dumps(stats))
+
+def cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def paused_share(records: Sequence[dict[str, Any]], start_s: float, end_s: float) -> tuple[float, int]:
+    """(share of the sequence-steps that stood still, tokens made) from `start_s` to `end_s`."""
+    tokens = paused = 0
+    for record in records:
+        times = [step[0] for step in record["steps"]]
+        first, last = bisect_left(times, start_s), bisect_right(times, end_s) - 1
+        if first < last:
+            tokens += record["steps"][last][1] - record["steps"][first][1]
+            paused += record["steps"][last][2] - record["steps"][first][2]
+    return round(paused / max(paused + tokens, 1), 5), tokens
 
 
 def added_latency_ms(answers: list[Answer], made_s: dict[str, list[float]]) -> dict[str, float]:
@@ -94,6 +123,200 @@ def added_latency_ms(answers: list[Answer], made_s: dict[str, list[float]]) -> d
     return {"p50": figures["median"], "p99": figures["p99"]} if figures else {}
 
 
+# --- over HTTP ----------------------------------------------------------------------------------------------------------------
+
+
+class HttpStack:
+    """Gateways, tokenizers and a scheduler; executors come and go."""
+
+    def __init__(self, model: Path, num_replicas: int, **flags: object) -> None:
+        names = ("scheduler", "tokenizer", "gateway")
+        settings = {"model": model, "port": 0, "max_queue_len": 20_000}
+        plan = make_plan(settings, names=names, num_gateways=num_replicas, num_tokenizers=num_replicas)
+        self._model = model
+        self._address = plan.scheduler_address
+        self._stack = Stack(plan, log_dir=model / "logs")
+        self._rng, self._vocab = random.Random(0), words(VOCAB_SIZE)
+        self.executors = Executors(self._address, model, **flags)
+        try:
+            self._stack.start(90.0)
+        except BaseException:
+            self.executors.kill()
+            raise
+        self._processes = {name: psutil.Process(pid) for name, pid in self._stack.pids.items()}
+
+    def use_executor(self, **flags: object) -> None:
+        """In place of the one before, which has been stopped."""
+        self.executors = Executors(self._address, self._model, **flags)
+
+    def close(self) -> None:
+        self.executors.kill()
+        self._stack.stop()
+
+    def measure(self, num_streams: int, new_tokens: int, timeout_s: float) -> dict[str, Any]:
+        """A warm-up, then a row; the executor is ended with it."""
+        num_jobs = max(num_streams, 4)
+        self._load(num_streams, [(8, WARM_UP_TOKENS)] * num_jobs, timeout_s)
+        # No two requests have the same two lengths, so that the executor's record names them.
+        least = max(new_tokens, WARM_UP_TOKENS + 1)
+        lengths = [(8 + j // 32, least + j % 32) for j in range(num_jobs)]
+        num_tokens = sum(count for _, count in lengths)
+        before = {name: cpu_s(process) for name, process in self._processes.items()}
+        executor_before, start_s = self.executors.cpu_s(), time.perf_counter()
+        run = self._load(num_streams, lengths, timeout_s)
+        end_s = time.perf_counter()
+        spent = {name: cpu_s(process) - before[name] for name, process in self._processes.items()}
+        spent |= {"executor": self.executors.cpu_s() - executor_before, "client": run.client_cpu_s}
+        us: dict[str, list[float]] = {}
+        for name, seconds in spent.items():
+            us.setdefault(name.partition("-")[0], []).append(1e6 * seconds / num_tokens)
+        records = self.executors.stop()
+        return {
+            "streams": num_streams,
+            **{f"{name}_us_per_token": round(sum(each), 1) for name, each in us.items()},
+            **{f"busiest_{name}_us_per_token": round(max(each), 1) for name, each in us.items() if len(each) > 1},
+            "paused_share": paused_share(records, start_s, end_s)[0],
+            "added_latency_ms": added_latency_ms(run.answers, records[0]["made_s"]),
+            **run.summary(),
+        }
+
+    def _load(self, num_streams: int, lengths: list[tuple[int, int]], timeout_s: float) -> Any:
+        jobs = [completion_job(random_text(self._vocab, prompt, self._rng), prompt, count) for prompt, count in lengths]
+        return uvloop.run(run_load(self._stack.url, jobs, num_streams, timeout_s))
+
+
+def http_rows(model: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    stack = None
+    try:
+        for num_streams, step_ms, count in zip(args.streams, args.step_ms, args.new_tokens, strict=True):
+            if stack is None:
+                stack = HttpStack(model, 1, sim_step_ms=step_ms)
+            else:
+                stack.use_executor(sim_step_ms=step_ms)
+            yield {"step_ms": step_ms, **stack.measure(num_streams, count, args.timeout)}
+    finally:
+        if stack is not None:
+            stack.close()
+
+
+def replica_rows(model: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for num_replicas in args.replicas:
+        stack = HttpStack(model, num_replicas, sim_step_ms=args.replica_step_ms)
+        try:
+            row = stack.measure(256, 48, args.timeout)
+        finally:
+            stack.close()
+        yield {"gateways": num_replicas, "tokenizers": num_replicas, "step_ms": args.replica_step_ms, **row}
+
+
+# --- the scheduler alone ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def scheduler(model: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """One scheduler process: its address, and what it costs."""
+    file = model / "scheduler.port"
+    file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "services.scheduler", "--listen=127.0.0.1:0", "--max-queue-len=100000"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env={**ENVIRON, "RORQUAL_PORT_FILE": str(file)}, stderr=subprocess.DEVNULL
+    )
+    try:
+        deadline_s = time.monotonic() + 60
+        while not file.exists():
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise SystemExit("the scheduler did not start")
+            time.sleep(0.02)
+        yield f"127.0.0.1:{int(file.read_text())}", psutil.Process(process.pid)
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+async def _session_row(
+    address: str, process: psutil.Process, executors: Executors, streams: Sequence[int], seconds: float
+) -> list[dict[str, Any]]:
+    """A row for each number of streams, all on one session; `start_s` and `end_s` of its window are in it."""
+    rows: list[dict[str, Any]] = []
+    async with session(address, VOCAB_SIZE) as load:
+        opened = 0
+        for num_streams in streams:
+            await load.open(num_streams - opened, prompt_len=64, max_tokens=20_000)
+            opened = num_streams
+            async with asyncio.timeout(60):
+                await load.all_started()
+            await asyncio.sleep(1.0)
+            before, executors_before = cpu_s(process), executors.cpu_s()
+            start_s, end_s, num_tokens = await window(load, seconds)
+            spent_s = cpu_s(process) - before
+            rows.append(
+                {
+                    "streams": num_streams,
+                    "tok_s": round(num_tokens / (end_s - start_s)),
+                    "scheduler_us_per_token": round(1e6 * spent_s / max(num_tokens, 1), 2),
+                    "scheduler_cpu_share": round(spent_s / (end_s - start_s), 3),
+                    "executor_us_per_token": round(
+                        1e6 * (executors.cpu_s() - executors_before) / max(num_tokens, 1), 1
+                    ),
+                    "start_s": start_s,
+                    "end_s": end_s,
+                }
+            )
+    return rows
+
+
+def session_rows(
+    model: Path, streams: Sequence[int], step_ms: float, num_executors: int, seconds: float
+) -> list[dict[str, Any]]:
+    with scheduler(model) as (address, process):
+        executors = Executors(address, model, num_executors, sim_step_ms=step_ms)
+        try:
+            rows = uvloop.run(_session_row(address, process, executors, streams, seconds))
+            records = executors.stop()
+        finally:
+            executors.kill()
+    for row in rows:
+        share, made = paused_share(records, start := row.pop("start_s"), end := row.pop("end_s"))
+        row |= {"step_ms": step_ms, "paused_share": share, "nominal_tok_s": round(1000 * row["streams"] / step_ms)}
+        row["made_tok_s"] = round(made / (end - start))
+    return rows
+
+
+def memory_row(model: Path, num_running: int = 1000, num_queued: int = 5000, prompt_len: int = 128) -> dict[str, Any]:
+    """Unshared memory of the scheduler's process before and after, a request."""
+
+    async def run(address: str, process: psutil.Process) -> list[int]:
+        sizes = []
+        async with session(address, VOCAB_SIZE) as load:
+            for _ in range(2):  # once to fill what a process fills at its first requests
+                await load.open(64, prompt_len, 1)
+                await load.until(lambda info: info.num_running == info.num_waiting == 0)
+            sizes.append(process.memory_full_info().uss)
+            await load.open(num_running, prompt_len, 4096)
+            await load.until(lambda info: info.num_running == num_running)
+            sizes.append(process.memory_full_info().uss)
+            await load.open(num_queued, prompt_len, 4096)
+            await load.until(lambda info: info.num_waiting == num_queued)
+            sizes.append(process.memory_full_info().uss)
+        return sizes
+
+    with scheduler(model) as (address, process):
+        executors = Executors(address, model, sim_step_ms=50, max_num_seqs=num_running)
+        try:
+            idle, running, queued = uvloop.run(run(address, process))
+        finally:
+            executors.kill()
+    return {
+        "prompt_tokens": prompt_len,
+        "idle_mib": round(idle / 2**20, 1),
+        "running_bytes_per_request": round((running - idle) / num_running),
+        "queued_bytes_per_request": round((queued - running) / num_queued),
+    }
+
+
+# --- all of it ----------------------------------------------------------------------------------------------------------------
+
+
 def reference_ns() -> float:
     """A turn of a small loop of plain Python here and now: what the CPU times are to be seen beside."""
     times = []
@@ -105,95 +328,102 @@ def reference_ns() -> float:
     return round(1e9 * statistics.median(times) / 200_000, 1)
 
 
-def main() -> None:
+def cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        if found := re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()):
+            return found[1]
+    return platform.processor() or platform.machine()
+
+
+def numbers(text: str, count: int = 0) -> list[float]:
+    """Comma-separated; a single one stands for all."""
+    values = [float(part) for part in text.split(",") if part]
+    return values * count if count and len(values) == 1 else values
+
+
+def parse() -> argparse.Namespace:
+    num_cpus = len(os.sched_getaffinity(0))
+    # What 256 and 1,024 streams bring in a second is what the machine can carry: all processes share its cores.
+    steps = "10,10,20,80" if num_cpus >= 8 else "10,10,150,600"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", default="1,32,256,1024")
-    parser.add_argument("--step-ms", default="10,10,150,600", help="one a number of streams, or one for all")
-    parser.add_argument("--new-tokens", default="400,400,64,24", help="one a number of streams, or one for all")
-    parser.add_argument("--gateways", type=int, default=1)
-    parser.add_argument("--input-len", type=int, default=8)
-    parser.add_argument("--timeout", type=float, default=120.0)
-    parser.add_argument("--simulate", nargs=2, default=(), help=argparse.SUPPRESS)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--streams", default="1,32,256,1024", help="of part http")
+    parser.add_argument("--step-ms", default=steps, help="one a number of streams, or one for all")
+    parser.add_argument("--new-tokens", default="150,300,64,24", help="one a number of streams, or one for all")
+    parser.add_argument("--replicas", default="2,4")
+    parser.add_argument("--replica-step-ms", type=float, default=20.0 if num_cpus >= 8 else 150.0)
+    parser.add_argument("--rates", default="128,256,512,768,1024,1536,2048", help="sequences at 10 ms a step")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each window of parts session and rate")
+    parser.add_argument("--timeout", type=float, default=120.0, help="of a run over HTTP")
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    if args.simulate:
-        uvloop.run(simulate(args.simulate[0], float(args.step_ms) / 1000, args.simulate[1]))
-        return
-    streams = [int(part) for part in args.streams.split(",")]
-    steps_ms = [float(part) for part in args.step_ms.split(",")]
-    new_tokens = [int(part) for part in args.new_tokens.split(",")]
-    steps_ms, new_tokens = (v * len(streams) if len(v) == 1 else v for v in (steps_ms, new_tokens))
-    if not len(streams) == len(steps_ms) == len(new_tokens):
+    args.parts = args.parts.split(",")
+    args.streams = [int(n) for n in numbers(args.streams)]
+    args.step_ms = numbers(args.step_ms, len(args.streams))
+    args.new_tokens = [int(n) for n in numbers(args.new_tokens, len(args.streams))]
+    args.replicas = [int(n) for n in numbers(args.replicas)]
+    args.rates = [int(n) for n in numbers(args.rates)]
+    if not len(args.streams) == len(args.step_ms) == len(args.new_tokens):
         parser.error("--streams, --step-ms and --new-tokens need as many values, or one")
-    load_before = os.getloadavg()[0]
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"no such parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    return args
+
+
+def main() -> None:
+    args = parse()
+    load_before, started_s = os.getloadavg()[0], time.perf_counter()
+    result: dict[str, Any] = {"rows": []}
+
+    def show(part: str, row: dict[str, Any]) -> dict[str, Any]:
+        print(f"{time.perf_counter() - started_s:6.1f} s  {part:8} {json.dumps(row)}", flush=True)
+        return row
+
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_tokenizer(folder, VOCAB_SIZE)
-        names = ("scheduler", "tokenizer", "gateway")
-        plan = make_plan({"model": name, "port": 0}, names=names, num_gateways=args.gateways)
-        stack = Stack(plan, log_dir=folder / "logs")
-        rng, vocab = random.Random(0), words(VOCAB_SIZE)
-        stats_file = folder / "executor.json"
+        model = Path(name)
+        write_tokenizer(model, VOCAB_SIZE)
+        (model / "config.json").write_text(json.dumps({"vocab_size": VOCAB_SIZE, "max_position_embeddings": 65536}))
+        if "http" in args.parts:
+            result["rows"] = [show("http", row) for row in http_rows(model, args)]
+        if "session" in args.parts:
+            cases = ((256, 20.0), (24, 2.0))
+            result["session"] = [
+                show("session", row)
+                for streams, step_ms in cases
+                for row in session_rows(model, [streams], step_ms, 1, args.seconds)
+            ]
+        if "rate" in args.parts:
+            rates = session_rows(model, args.rates, 10.0, 4, args.seconds / 2)
+            result["rate"] = [show("rate", row) for row in rates]
+            held = [row["made_tok_s"] for row in rates if row["paused_share"] < MOST_PAUSED]
+            result["highest_rate_tok_s"] = max(held, default=0)
+        if "replicas" in args.parts:
+            result["replicas"] = [show("replicas", row) for row in replica_rows(model, args)]
+        if "memory" in args.parts:
+            result["memory"] = show("memory", memory_row(model))
+    if "prefix" in args.parts:
+        from bench_prefix_cache import measure
 
-        def start_executor(step_ms: float) -> subprocess.Popen[bytes]:
-            simulate = [f"--step-ms={step_ms}", "--simulate", plan.scheduler_address, str(stats_file)]
-            return subprocess.Popen([sys.executable, __file__, *simulate])
-
-        def end_executor() -> None:
-            executor.terminate()
-            executor.wait()
-
-        def load(num_streams: int, lengths: list[tuple[int, int]]) -> tuple[LoadRun, dict[str, float]]:
-            """The run with prompts and answers of these lengths, and CPU us a token by process."""
-            jobs = [completion_job(random_text(vocab, prompt, rng), prompt, count) for prompt, count in lengths]
-            before = {name: sum(p.cpu_times()[:2]) for name, p in processes.items()}
-            run = uvloop.run(run_load(stack.url, jobs, num_streams, args.timeout))
-            spent = {name: 1e6 * (sum(p.cpu_times()[:2]) - before[name]) for name, p in processes.items()}
-            spent["client"] = 1e6 * run.client_cpu_s
-            return run, {name: round(us / sum(count for _, count in lengths), 1) for name, us in spent.items()}
-
-        rows: list[dict[str, Any]] = []
-        executor = start_executor(steps_ms[0])
-        try:
-            stack.start(60.0)
-            processes = {name: psutil.Process(pid) for name, pid in stack.pids.items()}
-            for i, (num_streams, step_ms, count) in enumerate(zip(streams, steps_ms, new_tokens, strict=True)):
-                if i:
-                    end_executor()
-                    executor = start_executor(step_ms)
-                num_jobs = max(num_streams, 4)
-                load(num_streams, [(args.input_len, WARM_UP_TOKENS)] * num_jobs)
-                # No two requests have the same two lengths, so that the executor's record names them.
-                least = max(count, WARM_UP_TOKENS + 1)
-                run, us_per_token = load(
-                    num_streams, [(args.input_len + j // 32, least + j % 32) for j in range(num_jobs)]
-                )
-                end_executor()
-                stats = json.loads(stats_file.read_text())
-                rows.append(
-                    {
-                        "streams": num_streams,
-                        "step_ms": step_ms,
-                        **{f"{name}_us_per_token": us for name, us in us_per_token.items()},
-                        "paused_share": round(stats["paused"] / (stats["paused"] + stats["rows"]), 5),
-                        "added_latency_ms": added_latency_ms(run.answers, stats["made_s"]),
-                        **run.summary(),
-                    }
-                )
-                print(json.dumps(rows[-1]), flush=True)
-        finally:
-            if executor.poll() is None:
-                end_executor()
-            stack.stop()
-    head = next((row for row in rows if row["streams"] == 256), rows[-1])
+        result["prefix"] = show("prefix", measure(rounds=1))
+    by_streams = {row["streams"]: row for row in result["rows"]}
+    head = by_streams.get(256) or (result["rows"] or [{}])[-1]
+    top = {key: head[key] for key in head if key == "streams" or key.endswith("_us_per_token")}
+    if "session" in result:
+        top["paused_share"] = max(row["paused_share"] for row in result["session"])
+    if 32 in by_streams:
+        top["added_latency_ms"] = by_streams[32]["added_latency_ms"]
     machine = {
-        "cpu": platform.processor() or platform.machine(),
-        "cpus": os.cpu_count(),
+        "cpu": cpu_name(),
+        "cpus": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "load_before": round(load_before, 2),
         "state": "busy" if load_before > 0.25 * (os.cpu_count() or 1) else "quiet",
         "reference_loop_ns": reference_ns(),
     }
-    print(json.dumps({**head, "machine": machine, "rows": rows}))
+    last = {**top, "machine": machine, "wall_s": round(time.perf_counter() - started_s, 1), **result}
+    if args.out:
+        args.out.write_text(json.dumps(last, indent=1) + "\n")
+    print(json.dumps(last))
 
 
 if __name__ == "__main__":

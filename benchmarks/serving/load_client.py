@@ -160,8 +160,10 @@ class Job:
             raise LoadError(f"expected (tokens in, tokens out, finish reason) {wanted}, got {got}")
 
 
-def completion_job(prompt: str, num_prompt_tokens: int, max_tokens: int, cancel_after: int = 0, **fields: Any) -> Job:
-    """What `vllm bench serve --backend openai` sends, for a text prompt; `fields` are added or take precedence."""
+def completion_job(
+    prompt: str | list[int], num_prompt_tokens: int, max_tokens: int, cancel_after: int = 0, **fields: Any
+) -> Job:
+    """What `vllm bench serve --backend openai` sends, for a prompt of text or of ids; `fields` are added or take precedence."""
     body = {
         "prompt": prompt,
         "max_tokens": max_tokens,

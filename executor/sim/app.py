@@ -29,7 +29,7 @@ class Prepared:
     """A simulated device, ready to be stepped."""
 
     config: ExecutorConfig
-    device: SimExecutor
+    loop: SimLoop
 
 
 def prepare(config: ExecutorConfig) -> Prepared:
@@ -63,7 +63,7 @@ def prepare(config: ExecutorConfig) -> Prepared:
             chunk_token_us=config.sim_chunk_token_us,
         )
     )
-    return Prepared(config=config, device=device)
+    return Prepared(config=config, loop=SimLoop(device))
 
 
 def _size_of_model(config: ExecutorConfig, key: str) -> int:
@@ -80,8 +80,7 @@ def _size_of_model(config: ExecutorConfig, key: str) -> int:
 async def serve(prepared: Prepared, stop: asyncio.Event, ready_file: str = "") -> None:
     """Connect and step until `stop` is set. Raises LinkRefusedError, and InternalError where the scheduler broke the
     contract (an order that none may send)."""
-    config, device = prepared.config, prepared.device
-    loop = SimLoop(device)
+    config, loop, device = prepared.config, prepared.loop, prepared.loop.device
 
     async def start() -> executor_pb2.Hello:
         loop.start()

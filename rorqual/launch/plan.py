@@ -162,12 +162,14 @@ def make_plan(
     config: str = "",
     grpc_port: int | None = 0,
     num_gateways: int = 1,
+    num_tokenizers: int = 1,
     environ: Mapping[str, str] = os.environ,
 ) -> StackPlan:
     """Check every process's settings and choose the ports between them.
 
     `flags`: setting name to value, for whichever processes know it. `grpc_port`: the tokenizer's; 0 takes a free one,
-    None the default port or, where that is taken, a free one. `num_gateways` share one HTTP port. Raises ConfigError
+    None the default port or, where that is taken, a free one. `num_gateways` share one HTTP port, and know all of
+    `num_tokenizers` tokenizers, which have a port each (the first is `text_address`). Raises ConfigError
     before anything is started.
     """
     if not 1 <= num_gateways <= 64:
@@ -210,11 +212,12 @@ def make_plan(
 
         scheduler_address = address(settings["scheduler"].listen, SchedulerConfig().listen, 0)
         text_address = address(settings["tokenizer"].listen, TokenizerConfig().listen, grpc_port)
+        text_addresses = [text_address, *(reserve(0) for _ in range(num_tokenizers - 1))]
         wiring = {
             "scheduler": [f"--listen={scheduler_address}"],
             "executor": [f"--scheduler={scheduler_address}"],
-            "tokenizer": [f"--listen={text_address}", f"--scheduler={scheduler_address}"],
-            "gateway": [f"--tokenizers={text_address}"],
+            "tokenizer": [f"--scheduler={scheduler_address}"],
+            "gateway": [f"--tokenizers={','.join(text_addresses)}"],
         }
         # One metrics port cannot serve four processes: each takes the next. The gateway has /metrics on its own.
         for offset, name in enumerate(("scheduler", "executor", "tokenizer")):
@@ -222,15 +225,18 @@ def make_plan(
             if port > 0:
                 wiring[name].append(f"--metrics-port={port + offset}")
         wiring["gateway"].append("--metrics-port=-1")
+        listen: list[tuple[str, ...]] = [(f"--listen={each}",) for each in text_addresses]
+        listen[1:] = [(*argv, "--metrics-port=-1") for argv in listen[1:]]
+        replicas: dict[str, list[tuple[str, ...]]] = {"tokenizer": listen, "gateway": [()] * num_gateways}
         processes = tuple(
             ProcessSpec(
                 name if replica == 0 else f"{name}-{replica + 1}",
                 MODULES[name],
-                (*given[name], *wiring[name]),
+                (*given[name], *wiring[name], *argv),
                 "RORQUAL_READY_FILE" if name == "executor" else "RORQUAL_PORT_FILE",
             )
             for name in names
-            for replica in range(num_gateways if name == "gateway" else 1)
+            for replica, argv in enumerate(replicas.get(name, [()]))
         )
     except BaseException:
         for held in reserved:
