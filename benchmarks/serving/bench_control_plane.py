@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 import psutil  # noqa: E402
 import uvloop  # noqa: E402
+from bench_prefix_cache import measure as prefix_row  # noqa: E402
 from load_client import Answer, completion_job, run_load, spread_ms  # noqa: E402
 from session_load import session, window  # noqa: E402
 from word_tokenizer import random_text, words, write_tokenizer  # noqa: E402
@@ -370,48 +371,22 @@ def parse() -> argparse.Namespace:
     return args
 
 
+def head(result: dict[str, Any]) -> dict[str, Any]:
+    """The figures that have targets."""
+    by_streams = {row["streams"]: row for row in result["rows"]}
+    row = by_streams.get(256) or (result["rows"] or [{}])[-1]
+    figures = {key: row[key] for key in row if key == "streams" or key.endswith("_us_per_token")}
+    if "session" in result:
+        figures["paused_share"] = max(row["paused_share"] for row in result["session"])
+    if 32 in by_streams:
+        figures["added_latency_ms"] = by_streams[32]["added_latency_ms"]
+    return figures
+
+
 def main() -> None:
     args = parse()
-    load_before, started_s = os.getloadavg()[0], time.perf_counter()
-    result: dict[str, Any] = {"rows": []}
-
-    def show(part: str, row: dict[str, Any]) -> dict[str, Any]:
-        print(f"{time.perf_counter() - started_s:6.1f} s  {part:8} {json.dumps(row)}", flush=True)
-        return row
-
-    with tempfile.TemporaryDirectory() as name:
-        model = Path(name)
-        write_tokenizer(model, VOCAB_SIZE)
-        (model / "config.json").write_text(json.dumps({"vocab_size": VOCAB_SIZE, "max_position_embeddings": 65536}))
-        if "http" in args.parts:
-            result["rows"] = [show("http", row) for row in http_rows(model, args)]
-        if "session" in args.parts:
-            cases = ((256, 20.0), (24, 2.0))
-            result["session"] = [
-                show("session", row)
-                for streams, step_ms in cases
-                for row in session_rows(model, [streams], step_ms, 1, args.seconds)
-            ]
-        if "rate" in args.parts:
-            rates = session_rows(model, args.rates, 10.0, 4, args.seconds / 2)
-            result["rate"] = [show("rate", row) for row in rates]
-            held = [row["made_tok_s"] for row in rates if row["paused_share"] < MOST_PAUSED]
-            result["highest_rate_tok_s"] = max(held, default=0)
-        if "replicas" in args.parts:
-            result["replicas"] = [show("replicas", row) for row in replica_rows(model, args)]
-        if "memory" in args.parts:
-            result["memory"] = show("memory", memory_row(model))
-    if "prefix" in args.parts:
-        from bench_prefix_cache import measure
-
-        result["prefix"] = show("prefix", measure(rounds=1))
-    by_streams = {row["streams"]: row for row in result["rows"]}
-    head = by_streams.get(256) or (result["rows"] or [{}])[-1]
-    top = {key: head[key] for key in head if key == "streams" or key.endswith("_us_per_token")}
-    if "session" in result:
-        top["paused_share"] = max(row["paused_share"] for row in result["session"])
-    if 32 in by_streams:
-        top["added_latency_ms"] = by_streams[32]["added_latency_ms"]
+    started_s = time.perf_counter()
+    load_before = os.getloadavg()[0]
     machine = {
         "cpu": cpu_name(),
         "cpus": len(os.sched_getaffinity(0)),
@@ -420,10 +395,41 @@ def main() -> None:
         "state": "busy" if load_before > 0.25 * (os.cpu_count() or 1) else "quiet",
         "reference_loop_ns": reference_ns(),
     }
-    last = {**top, "machine": machine, "wall_s": round(time.perf_counter() - started_s, 1), **result}
-    if args.out:
-        args.out.write_text(json.dumps(last, indent=1) + "\n")
-    print(json.dumps(last))
+    result: dict[str, Any] = {"rows": []}
+
+    def show(part: str, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        shown = []
+        for row in rows:
+            print(f"{time.perf_counter() - started_s:6.1f} s  {part:8} {json.dumps(row)}", flush=True)
+            shown.append(row)
+        return shown
+
+    with tempfile.TemporaryDirectory() as name:
+        model = Path(name)
+        write_tokenizer(model, VOCAB_SIZE)
+        (model / "config.json").write_text(json.dumps({"vocab_size": VOCAB_SIZE, "max_position_embeddings": 65536}))
+        for part in args.parts:
+            if part == "http":
+                result["rows"] = show(part, http_rows(model, args))
+            elif part == "session":
+                cases = ((256, 20.0), (24, 2.0))
+                rows = (row for n, step_ms in cases for row in session_rows(model, [n], step_ms, 1, args.seconds))
+                result["session"] = show(part, rows)
+            elif part == "rate":
+                rates = show(part, session_rows(model, args.rates, 10.0, 4, args.seconds / 2))
+                held = [row["made_tok_s"] for row in rates if row["paused_share"] < MOST_PAUSED]
+                result |= {"highest_rate_tok_s": max(held, default=0), "rate": rates}
+            elif part == "replicas":
+                result["replicas"] = show(part, replica_rows(model, args))
+            elif part == "memory":
+                (result["memory"],) = show(part, [memory_row(model)])
+            elif part == "prefix":
+                (result["prefix"],) = show(part, [prefix_row(rounds=1)])
+            wall_s = round(time.perf_counter() - started_s, 1)
+            last = json.dumps({**head(result), "machine": machine, "wall_s": wall_s, **result})
+            if args.out:  # after each part: a run that is cut short leaves what it has
+                args.out.write_text(last + "\n")
+    print(last)
 
 
 if __name__ == "__main__":
