@@ -48,8 +48,8 @@ class LayerLaunches(KernelLibrary):
         """Launch and record."""
         self._inner.call(name, args, stream)
         if not self._parts or not isinstance(self._parts[-1], _Launches):
-            self._parts.append(_Launches(stream))
-        self._parts[-1].add(self._inner.address(name), args, self._index)  # type: ignore[union-attr]
+            self._parts.append(_Launches())
+        self._parts[-1].add(self._inner.address(name), args, stream, self._index)  # type: ignore[union-attr]
         self.num_launches += 1
 
     def record(self, step: Callable[[Pointers], None]) -> None:
@@ -77,15 +77,14 @@ class LayerLaunches(KernelLibrary):
 class _Launches:
     """Launches that follow one another, with what a layer changes in them."""
 
-    def __init__(self, stream: int) -> None:
-        self.stream = stream
-        self.launches: list[tuple[int, int]] = []  # addresses of function and arguments
+    def __init__(self) -> None:
+        self.launches: list[tuple[int, int, int]] = []  # addresses of function and arguments; stream
         self.own: list[tuple[int, int]] = []  # address of a field; index of the layer's tensor whose address it takes
         self._args: list[ctypes.Structure] = []  # kept alive
 
-    def add(self, function: int, args: ctypes.Structure, index: dict[int, int]) -> None:
+    def add(self, function: int, args: ctypes.Structure, stream: int, index: dict[int, int]) -> None:
         start = ctypes.addressof(args)
-        self.launches.append((function, start))
+        self.launches.append((function, start, stream))
         self._args.append(args)
         for name in _pointer_fields(type(args)):
             at = index.get(getattr(args, name) or 0)
@@ -107,7 +106,7 @@ def _run(library: KernelLibrary, parts: Sequence[_Launches], own: OwnTensors, st
         num_layers=end - start,
         num_pointers=own.width,
     )
-    library.call("rorqual_run_layers", args, parts[0].stream)
+    library.call("rorqual_run_layers", args, 0)
 
 
 _POINTER_FIELDS: dict[type[ctypes.Structure], list[str]] = {}

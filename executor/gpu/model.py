@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
+from rorqual.kernels.abi import StreamWaitArgs
 from rorqual.kernels.elementwise import mla_store, rms_norm
 from rorqual.kernels.experts import make_experts_workspace, moe_combine, moe_experts
-from rorqual.kernels.linear import absorb_q, absorb_v, linear, linear_silu_mul, make_linear_workspace
-from rorqual.kernels.loader import load
+from rorqual.kernels.linear import (
+    Tiling,
+    absorb_q,
+    absorb_v,
+    choose_tiling,
+    linear,
+    linear_silu_mul,
+    make_linear_workspace,
+)
+from rorqual.kernels.loader import current_stream, load
 from rorqual.kernels.mla import make_workspace, mla_decode, plan_decode
 from rorqual.kernels.moe import route
 from rorqual.kernels.prefill import STATE_WIDTH, PrefillPlan, gather_latents, mla_prefill
@@ -145,6 +155,8 @@ class GpuModel:
         self.linear_workspace = make_linear_workspace(device)
         self.fence = empty(1)
         self._library = load() if device.type == "cuda" else None
+        self._side = _SideStream(device) if device.type == "cuda" else None
+        self.beside_rows = 0
         self._launches: LayerLaunches | None = None  # being recorded
         self._own: tuple[Sequence[torch.Tensor], OwnTensors] | None = None  # with the caches that it is of
         self._runs = _runs_of_a_kind([type(layer.mlp) for layer in weights.layers])
@@ -232,6 +244,7 @@ class GpuModel:
         out: torch.Tensor,
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
+        tiling: Tiling | None = None,
     ) -> torch.Tensor:
         """out = x times weight, + bias, + residual (which is out)."""
         assert residual is None or residual is out  # otherwise it is copied there first, by what is not recorded
@@ -246,6 +259,7 @@ class GpuModel:
             residual=residual,
             deterministic=self.deterministic,
             workspace=self.linear_workspace,
+            tiling=tiling,
             library=launches,
         )
         if launches is not None and launches.num_launches == before:  # it was cuBLAS's
@@ -406,8 +420,16 @@ class GpuModel:
             self._gated_mlp(normed, mlp.gate_up, mlp.down, x)
             rms_norm(x, next_norm, config.rms_norm_eps, out=normed, library=self._launches)
             return
+        # The shared experts read their weights while the router, whose kernels read next to nothing, chooses the others.
+        side = self._side if num_rows <= self.beside_rows else None
         if mlp.shared_gate_up is not None and mlp.shared_down is not None:
-            self._gated_mlp(normed, mlp.shared_gate_up, mlp.shared_down, x)
+            if side is not None and self._launches is not None:
+                with side.beside(self._launches):
+                    # (Not by cuBLAS: torch's handle has one stream.)
+                    tiling = choose_tiling(num_rows, *mlp.shared_down.shape, deterministic=self.deterministic)
+                    self._gated_mlp(normed, mlp.shared_gate_up, mlp.shared_down, x, tiling)
+            else:
+                self._gated_mlp(normed, mlp.shared_gate_up, mlp.shared_down, x)
         logits = self.router_logits[:num_rows]
         if mlp.router.dtype == torch.bfloat16:
             self._linear(normed, mlp.router, out=logits)
@@ -436,6 +458,8 @@ class GpuModel:
             deterministic=self.deterministic,
             library=self._launches,
         )
+        if side is not None and self._launches is not None and mlp.shared_gate_up is not None:
+            side.join(self._launches)
         moe_combine(
             self.experts_workspace,
             topk_weights,
@@ -446,8 +470,15 @@ class GpuModel:
             library=self._launches,
         )
 
-    def _gated_mlp(self, normed: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, x: torch.Tensor) -> None:
-        """x += down(silu(gate(normed)) * up(normed))."""
+    def _gated_mlp(
+        self,
+        normed: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        x: torch.Tensor,
+        tiling: Tiling | None = None,
+    ) -> None:
+        """x += down(silu(gate(normed)) * up(normed)). `tiling`: of the second product."""
         num_rows, width = normed.shape[0], down.shape[1]
         gated = self.gated[: num_rows * width].view(num_rows, width)
         linear_silu_mul(
@@ -458,7 +489,7 @@ class GpuModel:
             workspace=self.linear_workspace,
             library=self._launches,
         )
-        self._linear(gated, down, out=x, residual=x)
+        self._linear(gated, down, out=x, residual=x, tiling=tiling)
 
     def _float32_router(self, normed: torch.Tensor, router: torch.Tensor, logits: torch.Tensor) -> None:
         """For routers that BF16 cannot hold."""
@@ -472,6 +503,31 @@ class GpuModel:
                 torch.mm(normed.float(), layer_router.t(), out=logits)
 
             self._launches.record(again)
+
+
+class _SideStream:
+    """A second stream, for launches that need not wait for those before them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._events = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+        for event in self._events:
+            event.record()  # (It is made when it is first recorded.)
+
+    @contextmanager
+    def beside(self, launches: LayerLaunches) -> Iterator[None]:
+        """What is launched inside waits for what was launched so far, and for nothing later."""
+        main = current_stream(self._device)
+        args = StreamWaitArgs(event=self._events[0].cuda_event, other=self._stream.cuda_stream)
+        launches.call("rorqual_stream_wait", args, main)
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self, launches: LayerLaunches) -> None:
+        """What is launched from here on waits for what was launched beside."""
+        args = StreamWaitArgs(event=self._events[1].cuda_event, other=current_stream(self._device))
+        launches.call("rorqual_stream_wait", args, self._stream.cuda_stream)
 
 
 def _runs_of_a_kind(kinds: Sequence[type]) -> list[tuple[type, int, int]]:

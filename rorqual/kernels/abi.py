@@ -160,7 +160,7 @@ class GemmArgs(ctypes.Structure):
 
 
 class Launch(ctypes.Structure):
-    _fields_: ClassVar = _fields(ptr="function args")
+    _fields_: ClassVar = _fields(ptr="function args stream")
 
 
 class OwnPointer(ctypes.Structure):
@@ -171,3 +171,7 @@ class RunLayersArgs(ctypes.Structure):
     _fields_: ClassVar = _fields(
         ptr="launches own_pointers pointers", i32="num_launches num_own_pointers num_layers num_pointers"
     )
+
+
+class StreamWaitArgs(ctypes.Structure):
+    _fields_: ClassVar = _fields(ptr="event other")

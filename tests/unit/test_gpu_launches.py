@@ -38,12 +38,12 @@ class RecordingLibrary(KernelLibrary):
     def call(self, name: str, args: ctypes.Structure, stream: int) -> None:
         if isinstance(args, RunLayersArgs):
             assert name == "rorqual_run_layers"
-            self._run_layers(args, stream)
+            self._run_layers(args)
             return
         self._structs[name] = type(args)
         self.calls.append((name, {f[0]: getattr(args, f[0]) for f in args._fields_}))
 
-    def _run_layers(self, args: RunLayersArgs, stream: int) -> None:
+    def _run_layers(self, args: RunLayersArgs) -> None:
         """What csrc/launch/layers.cpp does."""
         self.num_runs += 1
         launches = (Launch * args.num_launches).from_address(args.launches)
@@ -54,7 +54,7 @@ class RecordingLibrary(KernelLibrary):
                 ctypes.c_void_p.from_address(own.field).value = pointers[layer * args.num_pointers + own.pointer]
             for launch in launches:
                 name = self._names[launch.function - 1]
-                self.call(name, self._structs[name].from_address(launch.args), stream)
+                self.call(name, self._structs[name].from_address(launch.args), launch.stream or 0)
 
 
 def chunk_rows(num_decode: int) -> ChunkRows:

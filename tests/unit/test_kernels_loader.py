@@ -96,6 +96,7 @@ def test_the_loader_knows_the_header_s_version() -> None:
         ("RorqualLaunch", abi.Launch),
         ("RorqualOwnPointer", abi.OwnPointer),
         ("RorqualRunLayers", abi.RunLayersArgs),
+        ("RorqualStreamWait", abi.StreamWaitArgs),
     ],
 )
 def test_structs_lie_as_in_the_header(tmp_path: Path, c_name: str, struct: type[ctypes.Structure]) -> None:

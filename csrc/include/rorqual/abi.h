@@ -318,6 +318,7 @@ int rorqual_gemm(const RorqualGemm* args, void* stream);
 typedef struct {
   int (*function)(const void* args, void* stream);
   const void* args;
+  void* stream;
 } RorqualLaunch;
 
 /* Where some launch's arguments hold an address that every layer has its own of. */
@@ -333,8 +334,16 @@ typedef struct {
   void* const* pointers; /* [num_layers, num_pointers] */
   int32_t num_launches, num_own_pointers, num_layers, num_pointers;
 } RorqualRunLayers;
-/* Sets each layer's own pointers and makes the launches. Ends at the first that fails, and returns what it returned. */
+/* Sets each layer's own pointers and makes the launches, each on its stream. Ends at the first that fails, and returns
+ * what it returned. */
 int rorqual_run_layers(const RorqualRunLayers* args, void* stream);
+
+/* What is launched on `other` from here on waits for what was launched on `stream` so far. */
+typedef struct {
+  void* event; /* a cudaEvent_t, which may be used again at once */
+  void* other; /* a cudaStream_t */
+} RorqualStreamWait;
+int rorqual_stream_wait(const RorqualStreamWait* args, void* stream);
 
 
 #ifdef __cplusplus
