@@ -134,7 +134,7 @@ class SchedulerCore:
     def take_batch(self, link_id: int) -> tuple[int, list[Order]] | None:
         """The next order batch of a link and its number, when its wire is free; None where there is nothing to send."""
         executor = self._executors.get(link_id)
-        return executor.take_batch() if executor is not None else None
+        return executor.take_batch(self._now_s) if executor is not None else None
 
     def next_deadline_s(self) -> float | None:
         """When a Tick is due."""
@@ -319,8 +319,7 @@ class SchedulerCore:
         if report.computed_seq_ids or executor.hungry:
             self._capacity_version += 1
         sequences, stats = executor.sequences, self.stats
-        if report.num_steps and report.step_time_us:
-            executor.note_step_time(report.num_steps, report.step_time_us)
+        executor.note_times(report, self._now_s)
         stats.num_paused_steps += len(report.paused_seq_ids)
         for seq_id, num_computed in zip(report.computed_seq_ids, report.num_computed_tokens, strict=True):
             seq = sequences.get(seq_id)

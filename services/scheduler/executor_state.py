@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rorqual.core.blocks import BLOCK_SIZE
 
 from . import policy
-from .events import ExecutorSpec, ModelSpec
+from .events import ExecutorSpec, ModelSpec, Reported
 from .kv_cache import KvCache, blocks_for
 from .orders import Admit, Drop, Extend, Label, Order, Prefill
 from .prefill_queue import PrefillQueue
@@ -37,11 +37,14 @@ class ExecutorState:
         "_computing",
         "_num_batches",
         "_num_by_priority",
+        "_num_grantable",
         "_num_prefilling",
         "_orders",
         "_outstanding",
         "_prefill",
+        "_round_trip_us",
         "_step_time_us",
+        "_unacknowledged",
         "cache",
         "capacity",
         "draining",
@@ -87,13 +90,17 @@ class ExecutorState:
         self._by_hash_followers: dict[bytes, list[Sequence]] = {}
         self._computing: dict[bytes, Sequence] = {}  # blocks that chunks will complete, and whose they are
         self._prefill = PrefillQueue()
-        self._num_prefilling = 0  # sequences with history still to be cut into chunks
+        self._num_prefilling: Counter[int] = (
+            Counter()
+        )  # sequences with history still to be cut into chunks, by priority
         self._backlog = 0  # of their tokens, at most `room` a sequence: one long prompt does not close the door
         self._outstanding = 0  # tokens in chunks sent and not yet reported
         self._orders: list[Order] = []
         self._num_batches = 0
-        self._step_time_us = 0.0
-        self._ahead = policy.tokens_ahead(0.0, 1 + spec.num_draft_tokens)
+        self._unacknowledged: deque[tuple[int, float]] = deque()  # (batch, when it was taken)
+        self._step_time_us = self._round_trip_us = 0.0
+        self._ahead = policy.tokens_ahead(0.0, 1 + spec.num_draft_tokens, 0.0)
+        self._num_grantable = policy.most_ahead_blocks(self.cache.num_blocks)  # blocks that may still be granted ahead
 
     # -- orders ---------------------------------------------------------------------------------------
 
@@ -101,12 +108,13 @@ class ExecutorState:
     def has_orders(self) -> bool:
         return bool(self._orders)
 
-    def take_batch(self) -> tuple[int, list[Order]] | None:
+    def take_batch(self, now_s: float) -> tuple[int, list[Order]] | None:
         """All orders gathered since the last batch, and the new batch's number; None where there are none."""
         if not self._orders:
             return None
         orders, self._orders = self._orders, []
         self._num_batches += 1
+        self._unacknowledged.append((self._num_batches, now_s))
         return self._num_batches, orders
 
     # -- admission ------------------------------------------------------------------------------------
@@ -148,11 +156,13 @@ class ExecutorState:
     @property
     def has_backlog(self) -> bool:
         """Whether several sequences wait here for their chunks already."""
-        return self._num_prefilling >= 2 and self._backlog >= 2 * self.room
+        return self._backlog >= 2 * self.room and self._num_prefilling.total() >= 2
 
     def _is_closed_to(self, priority: int) -> bool:
         """Whether a newcomer of that class would only wait here, or take a block that one as good as it needs."""
-        return self.has_backlog or any(seq.request.priority <= priority for seq in self.hungry.values())
+        if self.has_backlog and any(other <= priority for other in self._num_prefilling):
+            return True
+        return any(seq.request.priority <= priority for seq in self.hungry.values())
 
     @staticmethod
     def _num_sharable(seq: Sequence) -> int:
@@ -205,7 +215,7 @@ class ExecutorState:
         tables = cache.share(seq.hashes[:num_cached])
         needed = blocks_for(seq.num_tokens)
         spare = max(0, cache.num_free - (needed - num_cached) - policy.watermark(cache.num_blocks, self.num_running))
-        ahead = policy.affordable_ahead(self._ahead, spare, self.num_running + 1)
+        ahead = policy.affordable_ahead(self._ahead, spare, self.num_running + 1, self._num_grantable)
         wanted = min(seq.max_blocks, (seq.num_tokens + ahead) // BLOCK_SIZE + 1, needed + spare)
         for table, new in zip(tables, cache.allocate(max(needed, wanted) - num_cached), strict=True):
             table.extend(new)
@@ -224,7 +234,7 @@ class ExecutorState:
             self.new_first_blocks.append(seq.hashes[0])
         for i in range(num_cached, seq.num_tokens // BLOCK_SIZE):
             self._computing.setdefault(seq.hashes[i], seq)
-        self._num_prefilling += 1
+        self._num_prefilling[request.priority] += 1
         self._backlog += min(seq.num_unsent, self.room)
         self._prefill.add(seq)
         self._orders.append(
@@ -260,16 +270,30 @@ class ExecutorState:
             seq.num_sent = end
             self._backlog += min(seq.num_unsent, self.room)
             if seq.num_unsent == 0:
-                self._num_prefilling -= 1
+                self._note_all_sent(seq)
             self._outstanding += end - start
             self._prefill.resize(seq)
             self._orders.append(Prefill(seq.seq_id, start, end, bytes(seq.history[4 * start : 4 * end])))
 
-    def note_step_time(self, num_steps: int, step_time_us: int) -> None:
-        """Let the look-ahead follow the time of a step."""
-        mean = step_time_us / num_steps
-        self._step_time_us = mean if self._step_time_us == 0.0 else 0.9 * self._step_time_us + 0.1 * mean
-        self._ahead = policy.tokens_ahead(self._step_time_us, 1 + self.spec.num_draft_tokens)
+    def _note_all_sent(self, seq: Sequence) -> None:
+        priority = seq.request.priority
+        self._num_prefilling[priority] -= 1
+        if not self._num_prefilling[priority]:
+            del self._num_prefilling[priority]
+
+    def note_times(self, report: Reported, now_s: float) -> None:
+        """Let the look-ahead follow the time of a step, and that of a round trip."""
+        mean_us = report.step_time_us / max(1, report.num_steps)
+        if mean_us:
+            self._step_time_us = mean_us if self._step_time_us == 0.0 else 0.9 * self._step_time_us + 0.1 * mean_us
+        waiting = self._unacknowledged
+        if waiting and waiting[0][0] <= report.last_batch_id:
+            round_trip_us = 1e6 * (now_s - waiting[0][1]) - mean_us
+            while waiting and waiting[0][0] <= report.last_batch_id:
+                waiting.popleft()
+            # A slow one counts at once, and is forgotten slowly.
+            self._round_trip_us = max(round_trip_us, 0.95 * self._round_trip_us)
+        self._ahead = policy.tokens_ahead(self._step_time_us, 1 + self.spec.num_draft_tokens, self._round_trip_us)
 
     def note_computed(self, seq: Sequence, num_computed: int) -> None:
         """A chunk of `seq` is done: positions below `num_computed` are in the cache."""
@@ -288,6 +312,7 @@ class ExecutorState:
             self.note_computed(seq, seq.prefill_end)
         seq.num_computed = max(seq.num_computed, seq.num_tokens - 1)
         self._label_complete(seq)
+        self._count_ahead(seq)
         if seq.num_tokens >= seq.extend_at:
             self.grant(seq)
         self._set_next_check(seq)
@@ -296,7 +321,7 @@ class ExecutorState:
         """Blocks for `seq` to run on, as many as memory allows; it goes hungry if that is not enough."""
         have = len(seq.tables[0])
         num_free = self.cache.num_free
-        ahead = policy.affordable_ahead(self._ahead, num_free, self.num_running)
+        ahead = policy.affordable_ahead(self._ahead, num_free, self.num_running, self._num_grantable)
         wanted = min(seq.max_blocks, (seq.num_tokens + ahead) // BLOCK_SIZE + 1)
         num_new = min(wanted - have, num_free)
         if num_new > 0:
@@ -320,14 +345,22 @@ class ExecutorState:
         running = (seq for seq in self.sequences.values() if seq.state is State.RUNNING)
         return max(running, key=lambda seq: seq.rank, default=None)
 
+    def _count_ahead(self, seq: Sequence) -> None:
+        """Keep the account of what is granted ahead."""
+        num_ahead = len(seq.tables[0]) - blocks_for(seq.num_tokens)
+        self._num_grantable -= num_ahead - seq.num_ahead
+        seq.num_ahead = num_ahead
+
     def _set_limit(self, seq: Sequence, ahead: int) -> None:
+        self._count_ahead(seq)
         have = len(seq.tables[0])
         seq.limit = have * BLOCK_SIZE
         seq.extend_at = NEVER if have >= seq.max_blocks else max(seq.limit - ahead, 0)
         self._set_next_check(seq)
 
     def _set_next_check(self, seq: Sequence) -> None:
-        complete_at = NEVER if seq.chain_broken else (seq.num_labelled + 1) * BLOCK_SIZE + 1
+        num_complete = seq.num_tokens // BLOCK_SIZE if seq.chain_broken else seq.num_labelled
+        complete_at = (num_complete + 1) * BLOCK_SIZE + 1
         # A hungry sequence is looked after by `hungry`, not at every token.
         extend_at = NEVER if seq.seq_id in self.hungry else seq.extend_at
         first_token_at = seq.prefill_end + 1 if seq.num_computed < seq.prefill_end else NEVER
@@ -367,11 +400,13 @@ class ExecutorState:
         """`seq` has ended on the executor's side: its blocks are free at once."""
         self._stop_computing(seq)
         if seq.num_unsent > 0:
-            self._num_prefilling -= 1
+            self._note_all_sent(seq)
             self._backlog -= min(seq.num_unsent, self.room)
         self._outstanding -= max(0, min(seq.num_sent, seq.prefill_end) - min(seq.num_computed, seq.prefill_end))
         seq.prefill_end = seq.num_sent  # nothing is left to send under this id
         seq.next_check = NEVER
+        self._num_grantable += seq.num_ahead
+        seq.num_ahead = 0
         self.cache.release(seq.tables)
         self.hungry.pop(seq.seq_id, None)
         del self.sequences[seq.seq_id]
@@ -439,12 +474,17 @@ class ExecutorState:
     def check(self, running: list[Sequence]) -> None:
         """AssertionError unless the sums kept along the way are those of `running`."""
         unsent = [seq.num_unsent for seq in running if seq.num_unsent > 0]
-        assert self._num_prefilling == len(unsent)
+        assert self._num_prefilling.total() == len(unsent)
+        num_ahead = sum(seq.num_ahead for seq in running)
+        assert self._num_grantable == policy.most_ahead_blocks(self.cache.num_blocks) - num_ahead
+        assert -self._num_grantable <= 2 * len(running), "more is granted ahead than may be"
         assert self._backlog == sum(min(n, self.room) for n in unsent)
         sent = sum(min(s.num_sent, s.prefill_end) - min(s.num_computed, s.prefill_end) for s in running)
         assert self._outstanding == sent, f"{self._outstanding} tokens outstanding, {sent} sent and not reported"
         for seq in running:
             assert seq.limit == len(seq.tables[0]) * BLOCK_SIZE
             assert len(seq.tables[0]) <= seq.max_blocks
+            now_ahead = len(seq.tables[0]) - blocks_for(seq.num_tokens)
+            assert now_ahead <= seq.num_ahead <= now_ahead + 1 + self.spec.num_draft_tokens // BLOCK_SIZE
         assert {s.seq_id for s in self._computing.values()} <= {s.seq_id for s in running}
         assert self.hungry.keys() <= {s.seq_id for s in running}

@@ -7,7 +7,7 @@ import math
 from rorqual.core.blocks import BLOCK_SIZE
 
 _HIDDEN_US = 20_000
-"""How much run-ahead a grant should hide: several round trips across a network and a late report."""
+"""How much run-ahead a grant should hide at least: a late report, and a network where no round trip was measured yet."""
 
 _SOONEST_RETRY_S = 1
 _LATEST_RETRY_S = 60
@@ -39,20 +39,30 @@ def shared_room(room: int) -> int:
     return max(BLOCK_SIZE, room // 2 // BLOCK_SIZE * BLOCK_SIZE)
 
 
-def tokens_ahead(step_time_us: float, tokens_per_step: int) -> int:
+def tokens_ahead(step_time_us: float, tokens_per_step: int, round_trip_us: float) -> int:
     """How far a sequence is granted ahead of its newest token, where memory allows.
 
-    Enough to run on for `_HIDDEN_US` of steps, so the executor never waits for a round trip.
+    Enough to run on for two round trips: one until the executor has what we send on a report, and as much again for
+    their jitter. `round_trip_us`: from an order to the report that acknowledges it, without the step between.
     """
     if step_time_us <= 0.0:
         return 2 * BLOCK_SIZE
-    hidden = min(_MOST_AHEAD, _HIDDEN_US / step_time_us * tokens_per_step)  # bounded first: the quotient may be inf
+    hidden_us = max(_HIDDEN_US, 2.0 * round_trip_us)
+    hidden = min(_MOST_AHEAD, hidden_us / step_time_us * tokens_per_step)  # bounded first: the quotient may be inf
     return max(_LEAST_AHEAD, min(_MOST_AHEAD, int(hidden) + tokens_per_step))
 
 
-def affordable_ahead(ahead: int, num_free_blocks: int, num_running: int) -> int:
-    """`ahead`, or less when memory is short: grants nobody has reached yet never take more than half of what is free."""
-    share = num_free_blocks * BLOCK_SIZE // (2 * max(1, num_running))
+def most_ahead_blocks(num_blocks: int) -> int:
+    """Blocks that may be granted ahead of all newest tokens together, beside one a sequence."""
+    return num_blocks // 4
+
+
+def affordable_ahead(ahead: int, num_free_blocks: int, num_running: int, num_grantable_blocks: int) -> int:
+    """`ahead`, or less when memory is short: grants nobody has reached yet never take more than half of what is free.
+
+    Nor, all together, more than `most_ahead_blocks`, of which `num_grantable_blocks` are left.
+    """
+    share = min(num_free_blocks * BLOCK_SIZE // (2 * max(1, num_running)), num_grantable_blocks * BLOCK_SIZE)
     return max(min(ahead, _LEAST_AHEAD), min(ahead, share))
 
 

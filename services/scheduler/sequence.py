@@ -45,6 +45,7 @@ class Sequence:
         "max_blocks",
         "max_total",
         "next_check",
+        "num_ahead",
         "num_cached_first",
         "num_computed",
         "num_labelled",
@@ -108,6 +109,7 @@ class Sequence:
         self.executor: ExecutorState | None = None
         self.tables: BlockTables = []
         self.limit = 0
+        self.num_ahead = 0  # blocks granted beyond those that its history fills, when that was last counted
         self.extend_at = NEVER  # more blocks are granted when the history is this long
         self.next_check = NEVER  # nothing but appending is to be done before the history is this long
         self.prefill_end = 0  # the history's length at admission

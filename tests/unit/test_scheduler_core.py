@@ -21,12 +21,14 @@ from rorqual.core.errors import (
 )
 from rorqual.core.token_ids import pack_token_ids
 from rorqual.v1 import common_pb2, executor_pb2, generation_pb2
+from services.scheduler import policy
 from services.scheduler.core import CoreConfig
-from services.scheduler.events import ExecutorConnected
+from services.scheduler.events import Event, ExecutorConnected, Open
+from services.scheduler.executor_state import ExecutorState
 from services.scheduler.orders import Admit, Drop, Extend, Label, Order, Prefill
 from services.scheduler.stream_events import FinishReason, StreamAdmitted, StreamFinished, StreamTokens
-from services.scheduler.wire import reported_from_proto, spec_from_hello
-from tests.support.sim_world import Client, Link, World
+from services.scheduler.wire import reported_from_proto, request_from_proto, spec_from_hello
+from tests.support.sim_world import Client, Link, World, random_run
 
 VOCAB = 97
 
@@ -625,6 +627,93 @@ def test_grants_shrink_when_memory_is_short() -> None:
 
     assert granted(1000) >= 16
     assert granted(20) <= 12
+
+
+def test_grants_follow_the_round_trip_of_the_link() -> None:
+    def ahead_after(delay_s: float) -> int:
+        world, link = make_world(num_blocks=1000, max_model_len=10_000)
+        client = world.open(make_proto(60, max_tokens=5000))
+        for _ in range(60):
+            orders(world, link)
+            world.now_s += delay_s
+            for _ in range(10):
+                world.step(link)
+            world.report(link)
+        seq = world.core._streams[client.stream_id]
+        return seq.limit - seq.num_tokens
+
+    assert ahead_after(0.0) <= 64 + 64
+    assert 100 <= ahead_after(0.1) <= 100 + 200 + 64, "two round trips of 100 ms are 200 steps of 1 ms"
+    assert ahead_after(10.0) <= 512 + 64
+
+
+def test_what_is_granted_ahead_is_capped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def most_ahead() -> int:
+        world, link = make_world(num_blocks=1000, max_num_seqs=64, max_num_batched_tokens=64 + 2048)
+        most = 0
+        for i in range(64):
+            world.open(make_proto(20 + i % 30, start=i, max_tokens=1000))
+            orders(world, link)
+            world.now_s += 10.0  # a link so slow that 512 tokens ahead are wanted
+            world.step(link)
+            world.report(link)
+            most = max(most, world.core.occupancy().num_granted_unwritten_blocks)
+        return most
+
+    assert 250 <= most_ahead() <= 1000 // 4 + 64
+    monkeypatch.setattr(policy, "most_ahead_blocks", lambda num_blocks: num_blocks)
+    assert most_ahead() > 1000 // 4 + 100, "memory alone would allow more"
+
+
+def test_admission_leaves_the_watermark_to_the_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_checked = 0
+    original = ExecutorState.admit
+
+    def admit(self: ExecutorState, *args: Any) -> None:
+        nonlocal num_checked
+        has_company = self.num_running > 0
+        needed = policy.watermark(self.cache.num_blocks, self.num_running)
+        original(self, *args)
+        if has_company:
+            num_checked += 1
+            assert self.cache.num_free >= needed
+
+    monkeypatch.setattr(ExecutorState, "admit", admit)
+    for seed in range(5):
+        random_run(random.Random(seed), 300)
+    assert num_checked > 50
+
+
+def test_a_higher_priority_does_not_wait_for_the_prompts_of_a_lower_one() -> None:
+    world, link = make_world(max_num_batched_tokens=8 + 128, num_blocks=1000, max_num_seqs=8)
+    low = [world.open(make_proto(2000, start=i, priority=1)) for i in range(4)]
+    assert [client.started for client in low] == [True, True, False, False], "prompts wait already"
+    assert not world.open(make_proto(100, start=50, priority=1, max_tokens=1)).started
+    high = world.open(make_proto(100, start=51, priority=0, max_tokens=1))
+    assert high.started
+    for _ in range(4):
+        turn(world, link)
+    assert high.ended, "and its chunk goes before theirs"
+    assert world.core.stats.num_preemptions == 0
+    world.run_to_end()
+
+
+def test_prompts_that_come_together_compute_what_they_share_once() -> None:
+    world, link = make_world(num_blocks=1000, max_num_seqs=16)
+    shared = [(5 * i) % VOCAB for i in range(640)]
+    lengths = (640, 640, 500, 320, 70)
+    events: list[Event] = []
+    for i, length in enumerate(lengths):
+        proto = make_proto(1, token_ids=pack_token_ids([*shared[:length], i, i]), num_prompt_tokens=length + 2)
+        proto.request_id = f"together-{i}"
+        world._num_ids += 1
+        client = Client(world._num_ids, proto, None)
+        world.clients[client.stream_id] = world.live[client.stream_id] = client
+        events.append(Open(client.stream_id, request_from_proto(proto, now_s=0.0), proto.token_ids))
+    world._take(world.core.handle_all(events, 0.0).events)
+    world.run_to_end()
+    recomputed = sum(length % BLOCK_SIZE + 2 for length in lengths[1:])
+    assert link.sim.num_computed_tokens == lengths[0] + 2 + recomputed
 
 
 def test_tokens_of_an_executor_that_is_lost_are_kept() -> None:

@@ -41,17 +41,32 @@ def test_a_chunk_needs_room_for_a_block() -> None:
 
 
 @settings(deadline=None)
-@example(5e-324, 1, 100, 1)  # a step time so small that the number of steps it fits is inf
-@given(st.floats(0, 1e6), st.integers(1, 8), st.integers(0, 10_000), st.integers(0, 5000))
+@example(5e-324, 1, 0.0, 100, 1, 10)  # a step time so small that the number of steps it fits is inf
+@given(
+    st.floats(0, 1e6),
+    st.integers(1, 8),
+    st.floats(0, 1e9),
+    st.integers(0, 10_000),
+    st.integers(0, 5000),
+    st.integers(-100, 10_000),
+)
 def test_look_ahead_never_vanishes_and_follows_memory(
-    step_us: float, per_step: int, num_free: int, num_running: int
+    step_us: float, per_step: int, round_trip_us: float, num_free: int, num_running: int, num_grantable: int
 ) -> None:
-    ahead = policy.tokens_ahead(step_us, per_step)
+    ahead = policy.tokens_ahead(step_us, per_step, round_trip_us)
     assert 32 <= ahead <= 512
-    affordable = policy.affordable_ahead(ahead, num_free, num_running)
+    affordable = policy.affordable_ahead(ahead, num_free, num_running, num_grantable)
     assert 32 <= affordable <= ahead
     if affordable > 32:
         assert affordable * num_running <= num_free * 64
+        assert affordable <= num_grantable * 64
+
+
+def test_look_ahead_hides_two_round_trips() -> None:
+    assert policy.tokens_ahead(1000.0, 1, 0.0) == policy.tokens_ahead(1000.0, 1, 10_000.0) == 32
+    assert policy.tokens_ahead(1000.0, 1, 50_000.0) == 101
+    assert policy.tokens_ahead(1000.0, 2, 50_000.0) == 202
+    assert policy.tokens_ahead(1000.0, 1, 5_000_000.0) == 512
 
 
 def sequence(arrival: int, *, priority: int = 0, num_tokens: int = 10, is_resume: bool = False) -> Sequence:
