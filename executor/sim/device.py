@@ -4,7 +4,8 @@
 and values are token ids by slot, written and read through the block table; blocks that are given back are poisoned;
 and the next token is a hash of the whole history *as read back*. So a wrong share, a stale label, an early reuse or
 a slot that nobody wrote changes a token, and `expected_tokens` (the same hash over the true history) shows it.
-What the contract forbids outright raises ContractError.
+What the contract forbids outright raises ContractError. Further cache groups (`more_groups`: windows, states) hold the
+same history in their own ways, and a token differs where one of them disagrees with the first.
 
 The scheduler's fuzz drives it in process and in any order; `--backend sim` runs it as a process on the real link.
 """
@@ -12,23 +13,18 @@ The scheduler's fuzz drives it in process and in any order; `--backend sim` runs
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from rorqual.core.blocks import BLOCK_SIZE
 from rorqual.core.token_ids import pack_token_ids, pack_uint64, unpack_token_ids
 from rorqual.v1 import common_pb2, executor_pb2
 
 from ..inventory import InventoryEntry
+from .memory import ContractError, GroupMemory, SimGroup, Table
 
-BLOCK_SIZE = 64
-BLOCK_BYTES = 4 * BLOCK_SIZE
-POISON = b"\xff" * 4
 _STOP, _LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
-
-
-class ContractError(AssertionError):
-    """An order that no scheduler may send."""
 
 
 def next_token(history: bytes, seed: int, choice_index: int, vocab_size: int, forbidden: frozenset[int]) -> int:
@@ -83,12 +79,13 @@ class SimConfig:
     step_us: float = 1000.0  # how long a step takes, and
     chunk_token_us: float = 0.0  # what each token of a chunk adds
     read_back: bool = True  # False: the next token ignores the history, for load tests with long ones
+    more_groups: tuple[SimGroup, ...] = ()  # cache groups beside the first, which keeps all blocks
 
 
 @dataclass
 class _Sequence:
     admit: executor_pb2.Admit
-    table: list[int]
+    tables: list[Table]  # one a cache group
     limit: int
     num_tokens: int
     num_computed: int
@@ -121,15 +118,11 @@ class SimExecutor:
     def __init__(self, config: SimConfig | None = None) -> None:
         self.config = config or SimConfig()
         self.room = self.config.max_num_batched_tokens - self.config.max_num_seqs * (1 + self.config.num_draft_tokens)
-        self._kv = [bytearray(POISON * BLOCK_SIZE) for _ in range(self.config.num_blocks)]
-        self.labels: dict[int, bytes] = {}
+        first = SimGroup(name="mla", num_blocks=self.config.num_blocks)
+        self.memory = [GroupMemory(group) for group in (first, *self.config.more_groups)]
         self.sequences: dict[int, _Sequence] = {}
-        self._users: Counter[int] = Counter()  # block id -> tables of live sequences it is in
         self._chunks: deque[executor_pb2.Prefill] = deque()
         self._unreported: deque[SimStep] = deque()
-        self._distrusted: set[int] = set()  # a fault took their labels; an order on its way may still share them
-        self._last_used: dict[int, int] = {}
-        self._time = 0
         self._used_seq_ids: set[int] = set()
         self._last_batch_id = 0
         self._acknowledged = 0
@@ -138,24 +131,32 @@ class SimExecutor:
         self.num_steps = 0
         self.num_computed_tokens = 0
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the smallest group that keeps all."""
+        return min(memory.group.num_blocks for memory in self.memory if memory.group.keeps_all)
+
     # -- the link -------------------------------------------------------------------------------------
 
     def hello(self) -> executor_pb2.Hello:
         """What the executor says first. Its labelled blocks are offered, least recently used ones too."""
         c = self.config
-        inventory = self.inventory()
+        groups = [memory.group for memory in self.memory]
         return executor_pb2.Hello(
             protocol_version=1,
             executor_id=c.executor_id,
             device=executor_pb2.DeviceInfo(kind="cpu", name="simulated"),
             cache_groups=[
                 executor_pb2.CacheGroup(
-                    name="mla",
-                    block_size=BLOCK_SIZE,
-                    block_bytes=BLOCK_BYTES,
-                    num_blocks=c.num_blocks,
-                    prefix_multiple=1,
+                    name=group.name,
+                    block_size=group.entry_tokens,
+                    block_bytes=group.block_bytes,
+                    num_blocks=group.num_blocks,
+                    window=group.window,
+                    prefix_multiple=group.prefix_multiple,
+                    slots_per_sequence=group.slots_per_sequence,
                 )
+                for group in groups
             ],
             model=common_pb2.ModelInfo(
                 name=c.model_name,
@@ -169,20 +170,13 @@ class SimExecutor:
             max_num_batched_tokens=c.max_num_batched_tokens,
             num_draft_tokens=c.num_draft_tokens,
             group_size=1,
-            memory=executor_pb2.MemoryLedger(kv_cache_bytes=c.num_blocks * BLOCK_BYTES),
-            inventory=[
-                executor_pb2.CachedBlocks(
-                    group_idx=0,
-                    block_ids=pack_token_ids(entry.block_id for entry in inventory),
-                    hashes=b"".join(entry.hash for entry in inventory),
-                    last_used_us=pack_uint64(entry.last_used_us for entry in inventory),
-                )
-            ],
+            memory=executor_pb2.MemoryLedger(kv_cache_bytes=sum(g.num_blocks * g.block_bytes for g in groups)),
+            inventory=[_cached_blocks(i, list(memory.inventory())) for i, memory in enumerate(self.memory)],
         )
 
     def inventory(self) -> list[InventoryEntry]:
-        """The labelled blocks."""
-        return [InventoryEntry(i, block_hash, self._last_used.get(i, 0)) for i, block_hash in self.labels.items()]
+        """The labelled blocks of the first group."""
+        return list(self.memory[0].inventory())
 
     def reset(self, *, keep_cache: bool = True) -> None:
         """The link ended: every sequence is dropped. A restarted process keeps nothing (`keep_cache=False`)."""
@@ -193,9 +187,8 @@ class SimExecutor:
         self._used_seq_ids.clear()
         self._last_batch_id = self._acknowledged = 0
         if not keep_cache:
-            self.labels.clear()
-            for block in self._kv:
-                block[:] = POISON * BLOCK_SIZE
+            for memory in self.memory:
+                memory.forget_all()
 
     def apply(self, batch: executor_pb2.OrderBatch) -> None:
         """Apply a batch whole, at a step boundary."""
@@ -228,8 +221,6 @@ class SimExecutor:
         self._used_seq_ids.add(admit.seq_id)
         if len(self.sequences) >= self.config.max_num_seqs:
             raise ContractError("more sequences than max_num_seqs")
-        if len(admit.block_tables) != 1 or admit.num_cached_tokens % BLOCK_SIZE:
-            raise ContractError("one cache group, cached in whole blocks")
         if not admit.num_cached_tokens < admit.num_tokens < admit.max_total_tokens:
             raise ContractError(
                 f"cached {admit.num_cached_tokens} < {admit.num_tokens} < {admit.max_total_tokens} is false"
@@ -240,37 +231,32 @@ class SimExecutor:
             raise ContractError("a sequence with a grammar")
         if not admit.sampling.HasField("seed"):
             raise ContractError("a sequence without a seed")
-        table = list(unpack_token_ids(admit.block_tables[0].block_ids))
-        num_cached = admit.num_cached_tokens // BLOCK_SIZE
-        for block_id in table[:num_cached]:
-            if block_id not in self.labels and block_id not in self._distrusted:
-                raise ContractError(f"block {block_id} is shared but has no label")
-        if len(table) * BLOCK_SIZE < admit.num_tokens or admit.limit > len(table) * BLOCK_SIZE:
-            raise ContractError("the table does not hold the history, or the limit passes it")
-        self._time += 1
-        for block_id in reversed(table[:num_cached]):
-            self._users[block_id] += 1
-            self._touch(block_id)
-        for block_id in table[num_cached:]:
-            self._hand_out(block_id)
+        ids = self._by_group(admit.block_tables)
+        tables = [m.admit(admit.seq_id, ids[i], admit.num_cached_tokens) for i, m in enumerate(self.memory)]
+        if self.memory[0].num_covered(tables[0]) < admit.num_tokens:
+            raise ContractError("the table does not hold the history")
+        self._check_limit(tables, admit.limit)
         self.sequences[admit.seq_id] = _Sequence(
             admit,
-            table,
+            tables,
             admit.limit,
             admit.num_tokens,
             admit.num_cached_tokens,
             frozenset(admit.sampling.stop_token_ids),
         )
 
-    def _hand_out(self, block_id: int) -> None:
-        if not 0 <= block_id < self.config.num_blocks:
-            raise ContractError(f"no block {block_id}")
-        if self._users[block_id]:
-            raise ContractError(f"block {block_id} is handed out for writing while a sequence uses it")
-        self._users[block_id] = 1
-        self._distrusted.discard(block_id)
-        self.labels.pop(block_id, None)
-        self._kv[block_id][:] = POISON * BLOCK_SIZE
+    def _by_group(self, block_tables: Iterable[executor_pb2.BlockTable]) -> dict[int, list[int]]:
+        ids: dict[int, list[int]] = {i: [] for i in range(len(self.memory))}
+        for table in block_tables:
+            ids[table.group_idx].extend(unpack_token_ids(table.block_ids))
+        return ids
+
+    def _check_limit(self, tables: list[Table], limit: int) -> None:
+        """A sequence that decodes up to `limit` has a block for every position, and an entry for every snapshot."""
+        for memory, table in zip(self.memory, tables, strict=True):
+            span = memory.group.entry_tokens
+            if memory.num_covered(table) < (limit // span * span if memory.group.slots_per_sequence else limit):
+                raise ContractError(f"{memory.group.name}: limit {limit} passes the table")
 
     def _queue_chunk(self, chunk: executor_pb2.Prefill) -> None:
         if chunk.seq_id not in self._used_seq_ids:
@@ -293,46 +279,26 @@ class SimExecutor:
         seq = self.sequences.get(extend.seq_id)
         if seq is None:
             return
-        for block_id in unpack_token_ids(extend.block_tables[0].block_ids):
-            self._hand_out(block_id)
-            seq.table.append(block_id)
-        if not seq.limit <= extend.limit <= len(seq.table) * BLOCK_SIZE:
-            raise ContractError(f"limit {extend.limit} of a table of {len(seq.table)} blocks, after {seq.limit}")
+        for group_idx, ids in self._by_group(extend.block_tables).items():
+            self.memory[group_idx].extend(seq.tables[group_idx], ids)
+        if extend.limit < seq.limit:
+            raise ContractError(f"limit {extend.limit} after {seq.limit}")
+        self._check_limit(seq.tables, extend.limit)
         seq.limit = extend.limit
 
     def _label(self, blocks: executor_pb2.CachedBlocks) -> None:
-        ids = unpack_token_ids(blocks.block_ids)
+        ids = list(unpack_token_ids(blocks.block_ids))
         if len(blocks.hashes) != 32 * len(ids):
             raise ContractError("one hash a block")
-        self._time += 1
-        for i in reversed(range(len(ids))):
-            block_id = ids[i]
-            content = self._kv[block_id]
-            if any(content[at : at + 4] == POISON for at in range(0, BLOCK_BYTES, 4)):
-                raise ContractError(f"block {block_id} is labelled but not all of it was written")
-            self.labels[block_id] = blocks.hashes[32 * i : 32 * (i + 1)]
-            self._touch(block_id)
-
-    def _touch(self, block_id: int) -> None:
-        """Later in one order means nearer the root, so that a parent is more recently used than its child."""
-        self._time += 1
-        self._last_used[block_id] = self._time
+        self.memory[blocks.group_idx].label(ids, [blocks.hashes[32 * i : 32 * (i + 1)] for i in range(len(ids))])
 
     def _retire(self, seq_id: int, *, poison: bool = False) -> None:
-        """A sequence is gone. One that ended by itself may still have its blocks labelled; a dropped one may not."""
+        """A sequence is gone."""
         seq = self.sequences.pop(seq_id)
         if self._chunks:
             self._chunks = deque(chunk for chunk in self._chunks if chunk.seq_id != seq_id)
-        for block_id in reversed(seq.table):
-            self._users[block_id] -= 1
-            # (Distrusted ones stay as they are: an order on its way may share them still.)
-            if (
-                poison
-                and not self._users[block_id]
-                and block_id not in self.labels
-                and block_id not in self._distrusted
-            ):
-                self._kv[block_id][:] = POISON * BLOCK_SIZE
+        for memory, table in zip(self.memory, seq.tables, strict=True):
+            memory.retire(table, poison=poison)
 
     # -- steps ----------------------------------------------------------------------------------------
 
@@ -379,7 +345,8 @@ class SimExecutor:
                 self._sample(seq_id, seq, step)
             if seq_id in self.sequences:
                 for position in range(seq.num_tokens, min(seq.limit, seq.num_tokens + per_sequence - 1 - num_accepted)):
-                    self._write(seq, position, b"\xdd\xdd\0\0")  # a rejected draft: nobody may read it
+                    for memory, table in zip(self.memory, seq.tables, strict=True):
+                        memory.scribble(table, position)
         while self._chunks and self._chunks[0].end - self._chunks[0].start <= budget:
             chunk = self._chunks.popleft()
             budget -= chunk.end - chunk.start
@@ -393,9 +360,7 @@ class SimExecutor:
         seq = self.sequences[chunk.seq_id]
         if chunk.start != seq.num_computed:
             raise ContractError(f"chunk [{chunk.start}, {chunk.end}) but {seq.num_computed} tokens are computed")
-        for at in range(chunk.start, chunk.end, BLOCK_SIZE):
-            end = min(at + BLOCK_SIZE, chunk.end)
-            self._write(seq, at, chunk.token_ids[4 * (at - chunk.start) : 4 * (end - chunk.start)])
+        self._write(seq, chunk.start, chunk.token_ids)
         seq.num_computed = chunk.end
         self.num_computed_tokens += chunk.end - chunk.start
         step.computed[chunk.seq_id] = chunk.end
@@ -411,22 +376,22 @@ class SimExecutor:
             self._sample(chunk.seq_id, seq, step)
 
     def _write(self, seq: _Sequence, position: int, data: bytes) -> None:
-        """Token ids into one block's slots, from `position` on."""
-        if position + len(data) // 4 > seq.limit and seq.decoding:
+        """Token ids into the blocks of every group, from `position` on."""
+        end = position + len(data) // 4
+        if end > seq.limit and seq.decoding:
             raise ContractError("a write outside the granted blocks")
-        block_id = seq.table[position // BLOCK_SIZE]
-        if block_id in self.labels:
-            raise ContractError(f"a write into block {block_id}, which is labelled")
-        at = 4 * (position % BLOCK_SIZE)
-        self._kv[block_id][at : at + len(data)] = data
+        for memory, table in zip(self.memory, seq.tables, strict=True):
+            memory.write(table, position, data)
+            memory.move_on(table, end)
 
     def _sample(self, seq_id: int, seq: _Sequence, step: SimStep) -> None:
         sampling = seq.admit.sampling
         num_generated = seq.num_tokens - seq.admit.num_prompt_tokens
         forbidden = seq.stop if num_generated < sampling.min_tokens else frozenset[int]()
         if self.config.read_back:
-            num_blocks = -(-seq.num_tokens // BLOCK_SIZE)
-            history = b"".join([self._kv[b] for b in seq.table[:num_blocks]])[: 4 * seq.num_tokens]
+            history = self.memory[0].read(seq.tables[0], seq.num_tokens)
+            others = zip(self.memory[1:], seq.tables[1:], strict=True)
+            history += b"!" * sum(not memory.agrees(table, history) for memory, table in others)
         else:
             history = seq.num_tokens.to_bytes(4, "little")
         token = next_token(history, sampling.seed, seq.admit.choice_index, self.config.vocab_size, forbidden)
@@ -445,9 +410,8 @@ class SimExecutor:
     def fault(self, seq_id: int, message: str) -> None:
         """End a sequence by a numerical fault: the labels of the blocks it wrote are forgotten."""
         seq = self.sequences[seq_id]
-        for block_id in seq.table[seq.admit.num_cached_tokens // BLOCK_SIZE :]:
-            if self.labels.pop(block_id, None) is not None:
-                self._distrusted.add(block_id)
+        for memory, table in zip(self.memory, seq.tables, strict=True):
+            memory.distrust(table)
         self._retire(seq_id)
         self._step_id += 1
         self._unreported.append(SimStep(self._step_id, self._last_batch_id, faults={seq_id: message}))
@@ -512,6 +476,15 @@ def make_report(steps: Sequence[SimStep]) -> executor_pb2.Report:
         faults=[executor_pb2.SequenceFault(seq_id=i, message=text) for i, text in faults.items()],
         num_steps=len(steps),
         step_time_us=round(sum(step.duration_us for step in steps)),
+    )
+
+
+def _cached_blocks(group_idx: int, entries: list[InventoryEntry]) -> executor_pb2.CachedBlocks:
+    return executor_pb2.CachedBlocks(
+        group_idx=group_idx,
+        block_ids=pack_token_ids(entry.block_id for entry in entries),
+        hashes=b"".join(entry.hash for entry in entries),
+        last_used_us=pack_uint64(entry.last_used_us for entry in entries),
     )
 
 

@@ -9,6 +9,9 @@ BLOCK_SIZE = 64
 
 HASH_BYTES = 32
 
+NO_BLOCK = 0xFFFF_FFFF
+"""In a block table: nothing is held for these positions."""
+
 
 def root_hash(model_fingerprint: bytes, cache_salt: str) -> bytes:
     """The parent of a history's first block: differs for each model fingerprint and cache salt."""

@@ -50,7 +50,7 @@ class ExecutorLinkServiceServicer:
         """Connect begins with nothing running: the executor has dropped every sequence and drained its
         device before it says hello. The stream's end, on either side, means the same again.
         FAILED_PRECONDITION: PROTOCOL_VERSION_MISMATCH, MODEL_MISMATCH (an executor with another fingerprint
-        is connected). INVALID_ARGUMENT: a first message that is not a hello.
+        is connected), CACHE_GROUP_UNSUPPORTED. INVALID_ARGUMENT: a first message that is not a hello.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -678,12 +678,7 @@ class SchedulerCore:
             running = [s for s in executor.sequences.values() if s.state is State.RUNNING]
             assert len(running) == executor.num_running
             assert all(self._streams[s.stream_id] is s for s in executor.sequences.values()), "an ended sequence runs"
-            for group_idx, pool in enumerate(executor.cache.pools):
-                users: dict[int, int] = {}
-                for seq in running:
-                    for block_id in seq.tables[group_idx]:
-                        users[block_id] = users.get(block_id, 0) + 1
-                pool.check(users)
+            executor.cache.check((seq.tables, seq.shares) for seq in running)
             executor.check(running)
         self._placement.check()
         assert self._num_running() == sum(executor.num_running for executor in self._executors.values())

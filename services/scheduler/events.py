@@ -72,11 +72,19 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """One cache group: a kind of per-token state, counted in blocks."""
+    """One cache group: a kind of per-token state, counted in blocks. It keeps all of them, unless it says otherwise."""
 
     name: str
     num_blocks: int
     block_bytes: int = 0
+    window: int = 0  # tokens, the last of a history, whose blocks are kept
+    slots_per_sequence: int = 0  # of a state; its other blocks are snapshots at multiples of `prefix_multiple`
+    prefix_multiple: int = 1  # a prefix may be taken up at multiples of this many tokens
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether a sequence needs only so much of it, however long it is."""
+        return bool(self.window or self.slots_per_sequence)
 
 
 @dataclass(frozen=True, slots=True)

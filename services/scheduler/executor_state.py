@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass
 
-from rorqual.core.blocks import BLOCK_SIZE
+from rorqual.core.blocks import BLOCK_SIZE, NO_BLOCK
 
 from . import policy
 from .events import ExecutorSpec, ModelSpec, Reported
-from .kv_cache import KvCache, blocks_for
+from .kv_cache import KvCache, blocks_for, num_covered, reach
 from .orders import Admit, Drop, Extend, Label, Order, Prefill
 from .prefill_queue import PrefillQueue
 from .sequence import NEVER, Sequence, State
@@ -123,10 +123,12 @@ class ExecutorState:
         """How `seq` would be admitted here now; None where it would have to wait."""
         if self.num_running >= self.max_num_seqs or self._is_closed_to(seq.request.priority):
             return None
-        most = self._num_sharable(seq)
-        matched = wanted = self.cache.num_matched(seq.hashes, most)
-        while wanted < most and seq.hashes[wanted] in self._computing:
-            wanted += 1
+        if any(group.num_short(seq.max_blocks) > 0 for group in self.cache.bounded):
+            return None
+        unit = self.cache.unit
+        most = self._num_sharable(seq) // unit * unit
+        matched = self.cache.num_matched(seq.hashes, most)
+        wanted = self._end_of_computing(seq.hashes, matched, most)
         if wanted > matched:
             return Plan(matched, most, seq.hashes[wanted - 1], self._cost(seq, wanted))
         if self._num_short(seq, matched) > 0:
@@ -137,12 +139,21 @@ class ExecutorState:
         """Whether `seq` could run here to its end, were it alone."""
         return self.capacity.holds(seq.max_total, seq.max_blocks) and self.capacity.takes(seq.request)
 
+    def _end_of_computing(self, hashes: list[bytes], matched: int, most: int) -> int:
+        """Up to which block, at least `matched` and at most `most`, the prefix will be there when others have computed it."""
+        unit, end = self.cache.unit, matched
+        while end < min(most, matched + unit - 1) and hashes[end] not in self._computing:
+            end += 1  # what is computed of the next unit is no hit yet
+        while end < most and hashes[end] in self._computing:
+            end += 1
+        return max(matched, end // unit * unit)
+
     def knows_prefix(self, seq: Sequence) -> bool:
         """Whether the first block of `seq` is here, or being computed."""
         return bool(seq.hashes) and self.knows(seq.hashes[0])
 
     def knows(self, block_hash: bytes) -> bool:
-        return block_hash in self._computing or self.cache.num_matched((block_hash,), 1) > 0
+        return block_hash in self._computing or self.cache.holds(block_hash)
 
     def load(self) -> int:
         """The part of a newcomer's cost that is not its own."""
@@ -193,16 +204,19 @@ class ExecutorState:
             return None
         lower = [s for s in self.sequences.values() if s.state is State.RUNNING and s.request.priority > priority]
         lower.sort(key=lambda s: s.rank, reverse=True)
-        short_blocks = self._num_short(seq, self.cache.num_matched(seq.hashes, self._num_sharable(seq)))
-        short_slots = self.num_running + 1 - self.max_num_seqs
+        short = [
+            self._num_short(seq, self.cache.num_matched(seq.hashes, self._num_sharable(seq))),
+            self.num_running + 1 - self.max_num_seqs,
+            *(group.num_short(seq.max_blocks) for group in self.cache.bounded),
+        ]
         victims: list[Sequence] = []
         for victim in lower:
-            if short_blocks <= 0 and short_slots <= 0:
+            if max(short) <= 0:
                 break
-            short_blocks -= self.cache.num_exclusive(victim.tables)
-            short_slots -= 1
+            gains = (self.cache.num_exclusive(victim.tables), 1, *(share.charge for share in victim.shares))
+            short = [lacking - gain for lacking, gain in zip(short, gains, strict=True)]
             victims.append(victim)
-        return victims if short_blocks <= 0 and short_slots <= 0 else None
+        return victims if max(short) <= 0 else None
 
     def follow(self, seq: Sequence, block_hash: bytes) -> None:
         """`seq` waits outside the queue until that block is computed, or its computation is given up."""
@@ -212,17 +226,17 @@ class ExecutorState:
         """Give `seq` its blocks, and order it in. Its hashes cover all full blocks of its history."""
         request, cache = seq.request, self.cache
         num_cached = plan.num_cached_blocks
-        tables = cache.share(seq.hashes[:num_cached])
+        tables, shares = cache.admit(seq.hashes[:num_cached], seq.max_blocks)
         needed = blocks_for(seq.num_tokens)
         spare = max(0, cache.num_free - (needed - num_cached) - policy.watermark(cache.num_blocks, self.num_running))
         ahead = policy.affordable_ahead(self._ahead, spare, self.num_running + 1, self._num_grantable)
         wanted = min(seq.max_blocks, (seq.num_tokens + ahead) // BLOCK_SIZE + 1, needed + spare)
-        for table, new in zip(tables, cache.allocate(max(needed, wanted) - num_cached), strict=True):
-            table.extend(new)
+        # Windows and snapshots follow with each chunk.
+        cache.grow(tables, shares, max(needed, wanted) - num_cached, num_cached)
         seq.state = State.RUNNING
         seq.executor = self
         seq.seq_id = seq_id
-        seq.tables = tables
+        seq.tables, seq.shares = tables, shares
         seq.prefill_end = seq.num_tokens
         seq.num_sent = seq.num_computed = num_cached * BLOCK_SIZE
         seq.num_labelled = seq.num_own_from = num_cached
@@ -253,6 +267,8 @@ class ExecutorState:
                 trace=request.trace,
             )
         )
+        for share in shares:
+            share.give_back(seq.num_computed)  # a snapshot is restored when the order is applied
 
     # -- running --------------------------------------------------------------------------------------
 
@@ -265,6 +281,10 @@ class ExecutorState:
             seq, is_shared = picked
             room = policy.shared_room(self.room) if is_shared else self.room
             start = seq.num_sent
+            if seq.shares:
+                room = min(room, reach(seq.shares, seq.max_blocks) * BLOCK_SIZE - start)
+                if room < BLOCK_SIZE:
+                    return  # until its last chunk is reported, and blocks have left the window
             end = policy.cut_chunk(start, seq.prefill_end, room)
             self._backlog -= min(seq.num_unsent, self.room)
             seq.num_sent = end
@@ -273,6 +293,10 @@ class ExecutorState:
                 self._note_all_sent(seq)
             self._outstanding += end - start
             self._prefill.resize(seq)
+            if seq.shares:
+                # After its last chunk it runs on by itself.
+                num_granted = self.cache.num_granted(seq.tables)
+                self._extend(seq, 0, num_granted if end == seq.prefill_end else blocks_for(end), self._ahead)
             self._orders.append(Prefill(seq.seq_id, start, end, bytes(seq.history[4 * start : 4 * end])))
 
     def _note_all_sent(self, seq: Sequence) -> None:
@@ -319,22 +343,23 @@ class ExecutorState:
 
     def grant(self, seq: Sequence) -> None:
         """Blocks for `seq` to run on, as many as memory allows; it goes hungry if that is not enough."""
-        have = len(seq.tables[0])
+        have = self.cache.num_granted(seq.tables)
         num_free = self.cache.num_free
         ahead = policy.affordable_ahead(self._ahead, num_free, self.num_running, self._num_grantable)
         wanted = min(seq.max_blocks, (seq.num_tokens + ahead) // BLOCK_SIZE + 1)
-        num_new = min(wanted - have, num_free)
-        if num_new > 0:
-            new = self.cache.allocate(num_new)
-            for table, ids in zip(seq.tables, new, strict=True):
-                table.extend(ids)
-            have += num_new
+        num_new = max(0, min(wanted - have, num_free))
+        have += num_new
         if have < wanted:
             self.hungry[seq.seq_id] = seq
         else:
             self.hungry.pop(seq.seq_id, None)
+        self._extend(seq, num_new, min(have, wanted), ahead)
+
+    def _extend(self, seq: Sequence, num_new: int, num_blocks: int, ahead: int) -> None:
+        """`num_new` more blocks where all are kept, windows and snapshots up to block `num_blocks`, and the order for it."""
+        new = self.cache.grow(seq.tables, seq.shares, num_new, num_blocks)
         self._set_limit(seq, ahead)
-        if num_new > 0:
+        if any(new):
             self._orders.append(Extend(seq.seq_id, new, seq.limit))
 
     def is_urgent(self, seq: Sequence) -> bool:
@@ -347,15 +372,19 @@ class ExecutorState:
 
     def _count_ahead(self, seq: Sequence) -> None:
         """Keep the account of what is granted ahead."""
-        num_ahead = len(seq.tables[0]) - blocks_for(seq.num_tokens)
+        num_ahead = self.cache.num_granted(seq.tables) - blocks_for(seq.num_tokens)
         self._num_grantable -= num_ahead - seq.num_ahead
         seq.num_ahead = num_ahead
 
     def _set_limit(self, seq: Sequence, ahead: int) -> None:
         self._count_ahead(seq)
-        have = len(seq.tables[0])
+        have = num_covered(seq.shares, self.cache.num_granted(seq.tables))
         seq.limit = have * BLOCK_SIZE
         seq.extend_at = NEVER if have >= seq.max_blocks else max(seq.limit - ahead, 0)
+        if seq.shares and seq.extend_at <= seq.num_tokens:
+            # A window was given less than wanted: again when it has moved on, or the sequence stands at its limit.
+            next_release = min(share.next_release(seq.num_tokens - 1) for share in seq.shares)
+            seq.extend_at = min(seq.limit, next_release) + 1
         self._set_next_check(seq)
 
     def _set_next_check(self, seq: Sequence) -> None:
@@ -368,18 +397,28 @@ class ExecutorState:
 
     def _label_complete(self, seq: Sequence) -> None:
         complete = seq.num_computed // BLOCK_SIZE
-        if complete <= seq.num_labelled or seq.chain_broken:
-            return
+        if complete > seq.num_labelled and not seq.chain_broken:
+            self._label(seq, complete)
+        for share in seq.shares:
+            share.give_back(seq.num_computed)
+
+    def _label(self, seq: Sequence, complete: int) -> None:
+        """Give the blocks of `seq` before `complete` their labels."""
         seq.hash_blocks(complete, self.model, caching=self._caching)
         for i in range(seq.num_labelled, complete):
             block_hash = seq.hashes[i]
-            for group_idx, (pool, table) in enumerate(zip(self.cache.pools, seq.tables, strict=True)):
-                if not pool.label(table[i], block_hash):
+            for group_idx, (group, table) in enumerate(zip(self.cache.groups, seq.tables, strict=True)):
+                block_id = group.labelled_as(table, i)
+                if block_id == NO_BLOCK:
+                    continue
+                if group.pool.label(block_id, block_hash):
+                    self._order_label(group_idx, block_id, block_hash)
+                elif not self.cache.bounded:
                     # A held twin has the label. A child of ours would outlive its parent there, so it gets none.
                     seq.chain_broken = True
                     self._stop_computing(seq)
                     return
-                self._order_label(group_idx, table[i], block_hash)
+                # With windows or states a hit often ends before what is held here, and twins are many: we go on.
             if i == 0:
                 self.new_first_blocks.append(block_hash)
             seq.num_labelled = i + 1
@@ -387,12 +426,14 @@ class ExecutorState:
                 self._wake(block_hash)
 
     def _order_label(self, group_idx: int, block_id: int, block_hash: bytes) -> None:
-        last = self._orders[-1] if self._orders else None
-        if isinstance(last, Label) and last.group_idx == group_idx:
-            last.block_ids.append(block_id)
-            last.hashes.append(block_hash)
-        else:
-            self._orders.append(Label(group_idx, [block_id], [block_hash]))
+        for last in reversed(self._orders):
+            if not isinstance(last, Label):
+                break
+            if last.group_idx == group_idx:
+                last.block_ids.append(block_id)
+                last.hashes.append(block_hash)
+                return
+        self._orders.append(Label(group_idx, [block_id], [block_hash]))
 
     # -- leaving --------------------------------------------------------------------------------------
 
@@ -407,7 +448,7 @@ class ExecutorState:
         seq.next_check = NEVER
         self._num_grantable += seq.num_ahead
         seq.num_ahead = 0
-        self.cache.release(seq.tables)
+        self.cache.release(seq.tables, seq.shares)
         self.hungry.pop(seq.seq_id, None)
         del self.sequences[seq.seq_id]
         self.num_running -= 1
@@ -441,10 +482,11 @@ class ExecutorState:
 
     def take_back_labels(self, seq: Sequence) -> None:
         """What `seq` computed is not to be trusted: nobody takes it up any more."""
-        for pool, table in zip(self.cache.pools, seq.tables, strict=True):
+        for group, table in zip(self.cache.groups, seq.tables, strict=True):
             for i in range(seq.num_own_from, seq.num_labelled):
-                if pool.find(seq.hashes[i]) == table[i]:  # it may have been dropped, and the block handed on
-                    pool.unlabel(table[i])
+                block_id = group.labelled_as(table, i)
+                if group.pool.find(seq.hashes[i]) == block_id:  # it may have been dropped, and the block handed on
+                    group.pool.unlabel(block_id)
 
     def all_followers(self) -> list[Sequence]:
         """For the end of the link: all who wait for a block here."""
@@ -465,7 +507,7 @@ class ExecutorState:
     def num_granted_unwritten(self) -> int:
         """Blocks handed out that hold nothing yet."""
         return sum(
-            len(seq.tables[0])
+            self.cache.num_granted(seq.tables)
             - blocks_for(max(seq.num_computed, seq.num_tokens - 1 if seq.num_tokens > seq.prefill_end else 0))
             for seq in self.sequences.values()
             if seq.state is State.RUNNING
@@ -482,9 +524,10 @@ class ExecutorState:
         sent = sum(min(s.num_sent, s.prefill_end) - min(s.num_computed, s.prefill_end) for s in running)
         assert self._outstanding == sent, f"{self._outstanding} tokens outstanding, {sent} sent and not reported"
         for seq in running:
-            assert seq.limit == len(seq.tables[0]) * BLOCK_SIZE
-            assert len(seq.tables[0]) <= seq.max_blocks
-            now_ahead = len(seq.tables[0]) - blocks_for(seq.num_tokens)
+            num_granted = self.cache.num_granted(seq.tables)
+            assert seq.limit == num_covered(seq.shares, num_granted) * BLOCK_SIZE
+            assert num_granted <= seq.max_blocks
+            now_ahead = num_granted - blocks_for(seq.num_tokens)
             assert now_ahead <= seq.num_ahead <= now_ahead + 1 + self.spec.num_draft_tokens // BLOCK_SIZE
         assert {s.seq_id for s in self._computing.values()} <= {s.seq_id for s in running}
         assert self.hungry.keys() <= {s.seq_id for s in running}

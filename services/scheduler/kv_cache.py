@@ -1,15 +1,26 @@
-"""The KV memory of one executor: its cache groups as one, counted in blocks of positions.
+"""The KV memory of one executor: its cache groups, and what a sequence holds in each.
 
-All groups known today keep a block for every position, so block i of a history is one block in each group and
-a length fits when every group can hold it. A group of another kind (a sliding window, a state a sequence) is a
-class beside BlockPool; what the rest of the scheduler asks for is in the methods here.
+A table of a group has an entry for every 64 tokens of the history, or for every multiple at which a state is
+snapshot. There are three kinds of group:
+
+- one that keeps *all* blocks: an admitted history has all its own, and grows as long as memory lasts;
+- a sliding *window*: the blocks of the last `window` tokens; earlier ones are given back as the history goes on;
+- a *state*: slots that a running sequence writes at every token, then snapshots of them, each held only until it is
+  complete. Where memory is short an entry is NO_BLOCK: no snapshot is taken there.
+
+Of the last two (`BoundedGroup`) a running sequence needs only so much, whatever its length. That much is set aside for
+it when it is admitted, so it never stands still for want of it and nobody is preempted for it; what is left over
+serves longer chunks, run-ahead and more snapshots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from rorqual.core.blocks import BLOCK_SIZE
+from rorqual.core.blocks import BLOCK_SIZE, NO_BLOCK
 
 from .block_pool import BlockPool
 from .events import GroupSpec, InventoryBlock
@@ -21,55 +32,273 @@ def blocks_for(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_SIZE)
 
 
+class CacheGroup:
+    """A group that keeps all blocks."""
+
+    __slots__ = ("num_slots", "pool", "span")
+
+    def __init__(self, spec: GroupSpec) -> None:
+        self.pool = BlockPool(spec.num_blocks)
+        self.num_slots = spec.slots_per_sequence  # they come first in a table
+        self.span = spec.prefix_multiple // BLOCK_SIZE if self.num_slots else 1  # history blocks an entry stands for
+
+    def labelled_as(self, table: list[int], block_idx: int) -> int:
+        """The block of `table` whose identity is that of the history's block `block_idx`; NO_BLOCK where there is none."""
+        if self.span > 1 and (block_idx + 1) % self.span:
+            return NO_BLOCK
+        return table[self.num_slots + block_idx // self.span]
+
+
+class BoundedGroup(CacheGroup):
+    """A group of which a running sequence needs a bounded part: a window, or a state (whose window is 0 tokens).
+
+    `quota` blocks let a sequence go on: its window, the block being written, and one more ahead; or its slots and a
+    snapshot. `charged` is the sum over running sequences of what each holds, or of its quota where that is more; it
+    never exceeds the pool. Shared blocks count for each of their users, so that much is free whoever leaves first.
+    """
+
+    __slots__ = ("charged", "group_idx", "quota", "window")
+
+    def __init__(self, group_idx: int, spec: GroupSpec) -> None:
+        super().__init__(spec)
+        self.group_idx = group_idx
+        self.window = spec.window
+        self.quota = quota_of(spec)
+        self.charged = 0
+
+    def quota_for(self, max_blocks: int) -> int:
+        """`quota`, or less for a history that never has more than `max_blocks` blocks."""
+        return self.quota if self.num_slots else min(self.quota, max_blocks)
+
+    def num_short(self, max_blocks: int) -> int:
+        """Blocks that are lacking to set aside what one more sequence needs; none if not above 0."""
+        return self.charged + self.quota_for(max_blocks) - self.pool.num_blocks
+
+    def longest_hit(self, hashes: Sequence[bytes], num_blocks: int, unit: int) -> int:
+        """The longest prefix of at most `num_blocks` blocks, a multiple of `unit`, that can be taken up here."""
+        find, span = self.pool.find, self.span
+        end = at = num_blocks - num_blocks % unit
+        while at > self._first_needed(end):
+            at -= 1
+            if (at + 1) % span == 0 and find(hashes[at]) is None:
+                end = at = at - at % unit
+        return end
+
+    def admit(self, hashes: Sequence[bytes], max_blocks: int) -> Share:
+        """What a sequence starts with: its slots, and of the prefix `hashes` what it still needs."""
+        num_cached = len(hashes)
+        shared = self.pool.share(
+            [hashes[i] for i in range(self._first_needed(num_cached), num_cached) if (i + 1) % self.span == 0]
+        )
+        start = num_cached // self.span - len(shared)
+        table = self.pool.allocate(self.num_slots) + [NO_BLOCK] * start + shared
+        share = Share(self, table, start, self.num_slots + len(shared), self.quota_for(max_blocks))
+        self.charged += share.charge
+        return share
+
+    def _first_needed(self, num_blocks: int) -> int:
+        """The first history block that a prefix of `num_blocks` blocks needs here: a state, the one it ends with."""
+        return max(0, min(num_blocks - 1, (num_blocks * BLOCK_SIZE - self.window) // BLOCK_SIZE))
+
+
+@dataclass(slots=True)
+class Share:
+    """What a running sequence holds of a bounded group: its slots, and the entries of `table` from `start` on."""
+
+    group: BoundedGroup
+    table: list[int]  # the sequence's
+    start: int  # entry, not counting the slots; those before it were given back, or never held
+    num_held: int
+    quota: int
+
+    @property
+    def charge(self) -> int:
+        return max(self.quota, self.num_held)
+
+    @property
+    def num_entries(self) -> int:
+        return len(self.table) - self.group.num_slots
+
+    @property
+    def room(self) -> int:
+        """Blocks that it could be given now."""
+        return self.charge - self.num_held + self.group.pool.num_blocks - self.group.charged
+
+    @property
+    def held(self) -> list[int]:
+        num_slots = self.group.num_slots
+        return self.table[:num_slots] + [b for b in self.table[num_slots + self.start :] if b != NO_BLOCK]
+
+    def cover(self, num_blocks: int) -> list[int]:
+        """Append entries up to the history's block `num_blocks`, as far as there is room; returns them.
+
+        A state has all its entries, but where room is short only the last ones have a block: they serve longer hits.
+        """
+        group = self.group
+        num_new = num_blocks // group.span - self.num_entries
+        if num_new <= 0:
+            return []
+        num_given = min(num_new, self.room)
+        new = group.pool.allocate(num_given)
+        if group.num_slots:
+            new = [NO_BLOCK] * (num_new - num_given) + new
+        self.table += new
+        self._hold(num_given)
+        return new
+
+    def give_back(self, num_computed: int) -> None:
+        """Release what is not needed once positions below `num_computed` are in the cache."""
+        group = self.group
+        first = min(max(0, num_computed - group.window) // (BLOCK_SIZE * group.span), self.num_entries)
+        if first > self.start:
+            num_slots = group.num_slots
+            passed = [b for b in self.table[num_slots + self.start : num_slots + first] if b != NO_BLOCK]
+            group.pool.release(passed)
+            self.start = first
+            self._hold(-len(passed))
+
+    def next_release(self, num_computed: int) -> int:
+        """When `give_back` has the next block to release, as positions computed."""
+        step = BLOCK_SIZE * self.group.span
+        return num_computed + step - (num_computed - self.group.window) % step
+
+    def release(self) -> None:
+        """All of it."""
+        self.group.pool.release(self.held)
+        self.group.charged -= self.charge
+
+    def _hold(self, change: int) -> None:
+        before = self.charge
+        self.num_held += change
+        self.group.charged += self.charge - before
+
+
+def quota_of(spec: GroupSpec) -> int:
+    """Blocks of a bounded group that let one sequence go on without a pause."""
+    return spec.slots_per_sequence + 1 if spec.slots_per_sequence else blocks_for(spec.window) + 2
+
+
 class KvCache:
-    """One pool a cache group. A count of blocks is a count in every group."""
+    """The groups of one executor. A count of blocks is a count in every group that keeps all."""
 
-    __slots__ = ("num_blocks", "pools")
+    __slots__ = ("_full", "_lead", "bounded", "groups", "num_blocks", "unit")
 
-    def __init__(self, groups: Sequence[GroupSpec], inventory: Sequence[InventoryBlock] = ()) -> None:
-        self.pools = tuple(BlockPool(group.num_blocks) for group in groups)
-        self.num_blocks = min(pool.num_blocks for pool in self.pools)
+    def __init__(self, specs: Sequence[GroupSpec], inventory: Sequence[InventoryBlock] = ()) -> None:
+        """ValueError unless a group keeps all blocks."""
+        self.groups = tuple(
+            BoundedGroup(i, spec) if spec.is_bounded else CacheGroup(spec) for i, spec in enumerate(specs)
+        )
+        self.bounded = tuple(group for group in self.groups if isinstance(group, BoundedGroup))
+        full = [i for i, spec in enumerate(specs) if not spec.is_bounded]
+        if not full:
+            raise ValueError("no cache group keeps all blocks")
+        self._lead = full[0]
+        self._full = tuple(self.groups[i].pool for i in full)
+        self.num_blocks = min(pool.num_blocks for pool in self._full)
+        self.unit = math.lcm(BLOCK_SIZE, *(spec.prefix_multiple or 1 for spec in specs)) // BLOCK_SIZE
         ordered = sorted(inventory, key=lambda block: block.last_used_us)
-        for group_idx, pool in enumerate(self.pools):
-            pool.adopt((block.block_id, block.block_hash) for block in ordered if block.group_idx == group_idx)
+        for group_idx, group in enumerate(self.groups):
+            group.pool.adopt((block.block_id, block.block_hash) for block in ordered if block.group_idx == group_idx)
+
+    # -- what there is --------------------------------------------------------------------------------
 
     @property
     def num_free(self) -> int:
-        """Blocks that could be handed out now, in the fullest group."""
-        pools = self.pools
-        return pools[0].num_free if len(pools) == 1 else min(pool.num_free for pool in pools)
+        """Blocks that could be handed out now, in the fullest group that keeps all."""
+        full = self._full
+        return full[0].num_free if len(full) == 1 else min(pool.num_free for pool in full)
+
+    def holds(self, block_hash: bytes) -> bool:
+        """Whether every group that keeps all has the block with that identity."""
+        return all(pool.find(block_hash) is not None for pool in self._full)
 
     def num_matched(self, hashes: Sequence[bytes], max_blocks: int) -> int:
-        """Leading blocks that every group holds."""
-        for pool in self.pools:
+        """The longest prefix, in blocks, that every group can serve: at most `max_blocks`, a multiple of `unit`."""
+        for pool in self._full:
             max_blocks = pool.num_matched(hashes, max_blocks)
-        return max_blocks
+        matched = max_blocks - max_blocks % self.unit
+        while True:  # what one group cannot serve, the others need not
+            before = matched
+            for group in self.bounded:
+                matched = group.longest_hit(hashes, matched, self.unit)
+            if matched == before:
+                return matched
 
     def num_idle(self, hashes: Sequence[bytes], num_blocks: int) -> int:
         """How many of the first `num_blocks` (all matched) are on a free list, and leave it when they are shared."""
         most = 0
-        for pool in self.pools:
+        for pool in self._full:
             ids = (pool.find(hashes[i]) for i in range(num_blocks))
             most = max(most, sum(1 for block_id in ids if block_id is not None and not pool.is_held(block_id)))
         return most
 
     def was_evicted(self, block_hash: bytes) -> bool:
         """Whether a group gave up the block with that identity lately."""
-        return any(pool.was_evicted(block_hash) for pool in self.pools)
+        return any(group.pool.was_evicted(block_hash) for group in self.groups)
 
-    def share(self, hashes: Sequence[bytes]) -> BlockTables:
-        return [pool.share(hashes) for pool in self.pools]
+    # -- what a sequence holds ------------------------------------------------------------------------
 
-    def allocate(self, num_blocks: int) -> BlockTables:
-        return [pool.allocate(num_blocks) for pool in self.pools]
+    def admit(self, hashes: Sequence[bytes], max_blocks: int) -> tuple[BlockTables, list[Share]]:
+        """The tables of a newcomer that takes up the prefix `hashes`; `num_short` of every bounded group is 0."""
+        shares = [group.admit(hashes, max_blocks) for group in self.bounded]
+        tables = [[] if isinstance(group, BoundedGroup) else group.pool.share(hashes) for group in self.groups]
+        for share in shares:
+            tables[share.group.group_idx] = share.table
+        return tables, shares
 
-    def release(self, tables: BlockTables) -> None:
-        for pool, table in zip(self.pools, tables, strict=True):
-            pool.release(table)
+    def grow(self, tables: BlockTables, shares: Sequence[Share], num_new: int, num_blocks: int) -> BlockTables:
+        """`num_new` more blocks where all are kept; elsewhere entries up to block `num_blocks`. Returns what is new."""
+        new: BlockTables = []
+        for group, table in zip(self.groups, tables, strict=True):
+            ids = [] if isinstance(group, BoundedGroup) else group.pool.allocate(num_new)
+            table.extend(ids)
+            new.append(ids)
+        for share in shares:
+            new[share.group.group_idx] = share.cover(num_blocks)
+        return new
+
+    def release(self, tables: BlockTables, shares: Sequence[Share]) -> None:
+        """A sequence leaves."""
+        for group, table in zip(self.groups, tables, strict=True):
+            if not isinstance(group, BoundedGroup):
+                group.pool.release(table)
+        for share in shares:
+            share.release()
+
+    def num_granted(self, tables: BlockTables) -> int:
+        """Blocks handed to a sequence where all are kept."""
+        return len(tables[self._lead])
 
     def num_exclusive(self, tables: BlockTables) -> int:
-        """Blocks that would become free if this user released them."""
+        """Blocks that would become free, where all are kept, if this user released them."""
         return min(
-            sum(1 for block_id in table if pool.num_refs(block_id) == 1)
-            for pool, table in zip(self.pools, tables, strict=True)
+            sum(1 for block_id in table if group.pool.num_refs(block_id) == 1)
+            for group, table in zip(self.groups, tables, strict=True)
+            if not isinstance(group, BoundedGroup)
         )
+
+    def check(self, holders: Iterable[tuple[BlockTables, Sequence[Share]]]) -> None:
+        """AssertionError unless all blocks of all groups add up to what `holders` hold."""
+        holders = list(holders)
+        for group_idx, group in enumerate(self.groups):
+            users: Counter[int] = Counter()
+            if isinstance(group, BoundedGroup):
+                shares = [share for _, of_one in holders for share in of_one if share.group is group]
+                for share in shares:
+                    assert share.num_held == len(share.held), "a share holds more or less than it says"
+                    users.update(share.held)
+                assert group.charged == sum(share.charge for share in shares) <= group.pool.num_blocks
+            else:
+                for tables, _ in holders:
+                    users.update(tables[group_idx])
+            group.pool.check(users)
+
+
+def reach(shares: Iterable[Share], most: int) -> int:
+    """The history's block up to which all windows among `shares` could be covered now, at most `most`."""
+    return min([most, *(share.num_entries + share.room for share in shares if not share.group.num_slots)])
+
+
+def num_covered(shares: Iterable[Share], most: int) -> int:
+    """The history's block up to which all of `shares` have the entries of their tables, at most `most`."""
+    return min([most, *((share.num_entries + 1) * share.group.span - 1 for share in shares)])

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 BlockTables: TypeAlias = list[list[int]]
-"""Block ids of one sequence in the order of the positions they hold, one list a cache group."""
+"""Block ids of one sequence in the order of the positions they hold, one list a cache group.
+
+NO_BLOCK where nothing is held any more, or no snapshot is to be taken. The slots of a state come first.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Extend:
-    """Blocks appended to a sequence's tables."""
+    """Entries appended to a sequence's tables."""
 
     seq_id: int
     block_tables: BlockTables

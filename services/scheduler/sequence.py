@@ -14,6 +14,7 @@ from .orders import BlockTables
 
 if TYPE_CHECKING:
     from .executor_state import ExecutorState
+    from .kv_cache import Share
 
 NEVER = sys.maxsize
 
@@ -62,6 +63,7 @@ class Sequence:
         "request",
         "scores_prompt_only",
         "seq_id",
+        "shares",
         "started",
         "state",
         "stream_id",
@@ -108,6 +110,7 @@ class Sequence:
         self.seq_id = 0
         self.executor: ExecutorState | None = None
         self.tables: BlockTables = []
+        self.shares: list[Share] = []  # of windows and states: what it holds of their tables
         self.limit = 0
         self.num_ahead = 0  # blocks granted beyond those that its history fills, when that was last counted
         self.extend_at = NEVER  # more blocks are granted when the history is this long

@@ -14,6 +14,7 @@ from rorqual.rpc.status import to_error_proto
 from rorqual.v1 import common_pb2, executor_pb2, generation_pb2
 
 from .events import ExecutorSpec, GroupSpec, InventoryBlock, ModelSpec, Reported, Request
+from .kv_cache import blocks_for, quota_of
 from .orders import Admit, BlockTables, Drop, Extend, Label, Order, Prefill
 from .policy import chunk_room
 from .stream_events import StreamEvent, StreamFailed, StreamFinished, StreamStarted, StreamTokens
@@ -212,16 +213,7 @@ def spec_from_hello(hello: executor_pb2.Hello) -> ExecutorSpec:
     _require_hello(len(hello.model.fingerprint) == HASH_BYTES, "model.fingerprint", f"must be {HASH_BYTES} bytes")
     _require_hello(hello.model.max_model_len >= 2, "model.max_model_len", "must be at least 2")
     _require_hello(hello.model.vocab_size >= 1, "model.vocab_size", "must be at least 1")
-    _require_hello(len(hello.cache_groups) >= 1, "cache_groups", "must name at least one group")
-    for group in hello.cache_groups:
-        _require_hello(group.block_size == BLOCK_SIZE, "cache_groups.block_size", f"must be {BLOCK_SIZE}")
-        _require_hello(group.num_blocks >= 1, "cache_groups.num_blocks", "must be at least 1")
-        if group.window or group.slots_per_sequence or group.prefix_multiple not in (0, 1, BLOCK_SIZE):
-            raise PreconditionError(
-                f"cache group {group.name!r} has a window, sequence slots or a prefix multiple of "
-                f"{group.prefix_multiple}: this scheduler accounts for groups that keep every block",
-                reason="CACHE_GROUP_UNSUPPORTED",
-            )
+    groups = _groups(hello)
     _require_hello(hello.max_num_seqs >= 1, "max_num_seqs", "must be at least 1")
     room = chunk_room(hello.max_num_batched_tokens, hello.max_num_seqs, hello.num_draft_tokens)
     _require_hello(
@@ -239,7 +231,7 @@ def spec_from_hello(hello: executor_pb2.Hello) -> ExecutorSpec:
             deterministic=hello.model.deterministic,
             takes_grammars=hello.model.takes_grammars,
         ),
-        groups=tuple(GroupSpec(g.name, g.num_blocks, g.block_bytes) for g in hello.cache_groups),
+        groups=groups,
         max_num_seqs=hello.max_num_seqs,
         max_num_batched_tokens=hello.max_num_batched_tokens,
         num_draft_tokens=hello.num_draft_tokens,
@@ -250,6 +242,39 @@ def spec_from_hello(hello: executor_pb2.Hello) -> ExecutorSpec:
 def _require_hello(ok: bool, field: str, rule: str) -> None:
     if not ok:
         raise InvalidRequestError(f"hello.{field} {rule}", field=f"hello.{field}")
+
+
+def _groups(hello: executor_pb2.Hello) -> tuple[GroupSpec, ...]:
+    _require_hello(len(hello.cache_groups) >= 1, "cache_groups", "must name at least one group")
+    specs: list[GroupSpec] = []
+    for group in hello.cache_groups:
+        multiple = group.prefix_multiple or 1
+        spec = GroupSpec(
+            group.name, group.num_blocks, group.block_bytes, group.window, group.slots_per_sequence, multiple
+        )
+        if (group.window and group.slots_per_sequence) or (multiple % BLOCK_SIZE and multiple != 1):
+            raise PreconditionError(
+                f"cache group {group.name!r} has window {group.window}, {group.slots_per_sequence} slots a sequence and "
+                f"prefix multiple {multiple}: this scheduler accounts for a window or slots, and for multiples of "
+                f"{BLOCK_SIZE}",
+                reason="CACHE_GROUP_UNSUPPORTED",
+            )
+        if group.slots_per_sequence:
+            rule = f"of a group with slots is its prefix_multiple, which is a multiple of {BLOCK_SIZE}"
+            _require_hello(group.block_size == multiple > 1, "cache_groups.block_size", rule)
+        else:
+            _require_hello(group.block_size == BLOCK_SIZE, "cache_groups.block_size", f"must be {BLOCK_SIZE}")
+        least = 1
+        if spec.is_bounded:
+            least = min(quota_of(spec), max(blocks_for(hello.model.max_model_len), 1 + group.slots_per_sequence))
+        _require_hello(group.num_blocks >= least, "cache_groups.num_blocks", f"must be at least {least}")
+        specs.append(spec)
+    if all(spec.is_bounded for spec in specs):
+        raise PreconditionError(
+            "no cache group keeps all blocks of a history: this scheduler needs one to find prefixes by",
+            reason="CACHE_GROUP_UNSUPPORTED",
+        )
+    return tuple(specs)
 
 
 def _inventory(groups: Iterable[executor_pb2.CachedBlocks]) -> Iterable[InventoryBlock]:
@@ -350,6 +375,8 @@ def _fill_admit(out: executor_pb2.Admit, order: Admit) -> None:
 
 def _fill_tables(out: object, tables: BlockTables) -> None:
     for group_idx, table in enumerate(tables):
+        if not table:
+            continue
         entry = out.add()  # type: ignore[attr-defined]
         entry.group_idx = group_idx
         entry.block_ids = pack_token_ids(table)

@@ -11,7 +11,9 @@ import random
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from executor.sim.device import BLOCK_SIZE, SimConfig, SimExecutor, expected_tokens
+from executor.sim.device import SimConfig, SimExecutor, expected_tokens
+from executor.sim.memory import SimGroup
+from rorqual.core.blocks import BLOCK_SIZE
 from rorqual.core.errors import (
     DEADLINE_UNREACHABLE,
     CapacityError,
@@ -174,7 +176,7 @@ class World:
 
     def connect(self, sim: SimExecutor) -> Link:
         self._num_ids += 1
-        self._longest |= {sim.config.max_model_len, sim.config.num_blocks * BLOCK_SIZE + 1}
+        self._longest |= {sim.config.max_model_len, sim.num_blocks * BLOCK_SIZE + 1}
         hello = executor_pb2.Hello.FromString(sim.hello().SerializeToString())
         self.handle(ExecutorConnected(self._num_ids, spec_from_hello(hello)))
         self.links[self._num_ids] = link = Link(self._num_ids, sim)
@@ -348,11 +350,28 @@ class World:
             assert isinstance(error, (SupersededError, CapacityError, NumericalFaultError)), f"unexpected {error!r}"
 
 
+def random_groups(rng: random.Random) -> tuple[SimGroup, ...]:
+    """Cache groups beside the one that keeps all: often none, or a window, a state and another that keeps all."""
+    groups: list[SimGroup] = []
+    if rng.random() < 0.7:
+        window = rng.choice((1, 64, 100, 200))
+        quota = -(-window // BLOCK_SIZE) + 2
+        groups.append(SimGroup(name="window", num_blocks=quota + rng.choice((0, 2, 8, 30)), window=window))
+    if rng.random() < 0.7:
+        num_slots = rng.choice((1, 2))
+        num_blocks = num_slots + 1 + rng.choice((0, 2, 8, 30))
+        groups.append(SimGroup(name="state", num_blocks=num_blocks, slots_per_sequence=num_slots, prefix_multiple=128))
+    if rng.random() < 0.2:
+        groups.append(SimGroup(name="index", num_blocks=rng.choice((9, 24, 60)), prefix_multiple=64))
+    return tuple(groups)
+
+
 def random_config(rng: random.Random) -> SimConfig:
     """A small executor: memory and queues that are soon full."""
     max_num_seqs = rng.choice((1, 3, 8, 16))
     num_draft_tokens = rng.choice((0, 0, 1, 3))
     return SimConfig(
+        more_groups=random_groups(rng) if rng.random() < 0.5 else (),
         num_blocks=rng.choice((6, 9, 12, 16, 24, 60)),
         max_num_seqs=max_num_seqs,
         num_draft_tokens=num_draft_tokens,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.scheduler.fuzz import fuzz
 from executor.sim.device import ContractError, SimConfig, SimExecutor
+from executor.sim.memory import DRAFT, GroupMemory
 from services.scheduler.core import CoreConfig, SchedulerCore
 from services.scheduler.executor_state import ExecutorState
 from services.scheduler.orders import Prefill
@@ -59,7 +60,7 @@ def test_the_index_places_where_a_look_at_all_executors_would(monkeypatch: pytes
         return found
 
     monkeypatch.setattr(SchedulerCore, "_cheapest_plan", cheapest_plan)
-    for seed in range(12):
+    for seed in range(16):
         random_run(random.Random(seed), 400)
     assert num_checked > 500
 
@@ -148,11 +149,12 @@ def _lose_the_write_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     original = SimExecutor._run_chunk
 
     def run_chunk(self: SimExecutor, chunk: Any, step: Any) -> None:
-        before = {b: bytes(self._kv[b]) for b in self.sequences[chunk.seq_id].table}
+        blocks = self.memory[0].blocks
+        before = {b: bytes(blocks[b]) for b in self.sequences[chunk.seq_id].tables[0].ids}
         original(self, chunk, step)
         if chunk.start == 0 and chunk.seq_id in self.sequences:
             for block_id, content in before.items():
-                self._kv[block_id][:] = content
+                blocks[block_id][:] = content
 
     monkeypatch.setattr(SimExecutor, "_run_chunk", run_chunk)
 
@@ -171,17 +173,13 @@ def _count_drafts_as_computed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _keep_rejected_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The executor does not overwrite what a rejected draft wrote."""
-    original = SimExecutor._write
+    original = GroupMemory._put
 
-    def write(self: SimExecutor, seq: Any, position: int, data: bytes) -> None:
-        at = 4 * (position % 64)
-        if self._kv[seq.table[position // 64]][at : at + 4] != _DRAFT:
-            original(self, seq, position, data)
+    def put(self: GroupMemory, block_id: int, at: int, data: bytes) -> None:
+        if self.blocks[block_id][at : at + 4] != DRAFT:
+            original(self, block_id, at, data)
 
-    monkeypatch.setattr(SimExecutor, "_write", write)
-
-
-_DRAFT = b"\xdd\xdd\0\0"
+    monkeypatch.setattr(GroupMemory, "_put", put)
 
 
 def _keep_labels_of_written_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def test_inventory_is_taken_in_by_last_use() -> None:
         InventoryBlock(0, 9, C, 1),
     ]
     cache = KvCache([GroupSpec("mla", 4)], blocks)
-    (pool,) = cache.pools
+    pool = cache.groups[0].pool
     assert pool.find(C) is None, "no such block"
     assert cache.num_free == 4
     handed_out = [pool.allocate(1)[0] for _ in range(4)]
@@ -114,14 +114,15 @@ def test_inventory_is_taken_in_by_last_use() -> None:
 def test_groups_are_counted_as_one() -> None:
     cache = KvCache([GroupSpec("a", 5), GroupSpec("b", 3)])
     assert cache.num_blocks == cache.num_free == 3
-    tables = cache.allocate(2)
+    tables, shares = cache.admit([], 3)
+    assert cache.grow(tables, shares, 2, 2) == tables
     assert [len(table) for table in tables] == [2, 2]
     assert cache.num_free == 1
-    assert all(pool.label(table[0], A) for pool, table in zip(cache.pools, tables, strict=True))
-    cache.pools[0].label(tables[0][1], B)
+    assert all(group.pool.label(table[0], A) for group, table in zip(cache.groups, tables, strict=True))
+    cache.groups[0].pool.label(tables[0][1], B)
     assert cache.num_matched([A, B], 2) == 1, "a hit is what every group can serve"
     assert cache.num_exclusive(tables) == 2
-    cache.release(tables)
+    cache.release(tables, shares)
     assert cache.num_idle([A], 1) == 1
 
 
