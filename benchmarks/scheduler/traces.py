@@ -17,7 +17,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 
@@ -87,13 +87,20 @@ def checked(trace: list[TraceRequest]) -> list[TraceRequest]:
 
 
 def poisson(
-    rng: random.Random, *, rate: float = 8.0, requests: int = 400, input: str = "512", output: str = "256"
+    rng: random.Random,
+    *,
+    rate: float = 8.0,
+    requests: int = 400,
+    input: str = "512",
+    output: str = "256",
+    limit: str = "",
 ) -> list[TraceRequest]:
-    """Unrelated prompts, `rate` a second."""
+    """Unrelated prompts, `rate` a second; `limit`: seconds until their deadlines, none where it is empty."""
     trace, at_s = [], 0.0
     for i in range(requests):
         at_s += rng.expovariate(rate)
-        trace.append(_request(f"r{i}", at_s, [(f"p{i}", _length(rng, input))], _length(rng, output)))
+        request = _request(f"r{i}", at_s, [(f"p{i}", _length(rng, input))], _length(rng, output))
+        trace.append(_limited(rng, request, limit))
     return trace
 
 
@@ -105,10 +112,15 @@ def bursts(
     requests: int = 640,
     input: str = "128-2048",
     output: str = "64-512",
+    limit: str = "",
 ) -> list[TraceRequest]:
-    """Unrelated prompts, `size` at once every `every` seconds."""
+    """Unrelated prompts, `size` at once every `every` seconds; `limit`: as in `poisson`."""
     return [
-        _request(f"r{i}", every * (i // size), [(f"p{i}", _length(rng, input))], _length(rng, output))
+        _limited(
+            rng,
+            _request(f"r{i}", every * (i // size), [(f"p{i}", _length(rng, input))], _length(rng, output)),
+            limit,
+        )
         for i in range(requests)
     ]
 
@@ -184,6 +196,10 @@ def _request(
     return TraceRequest(
         id=id, at_s=round(at_s, 6), prompt=tuple(prompt), output_tokens=output_tokens, after=after
     )  # (microseconds, so that a file says the same)
+
+
+def _limited(rng: random.Random, request: TraceRequest, limit: str) -> TraceRequest:
+    return replace(request, time_limit_s=round(_between(rng, limit), 6)) if limit else request
 
 
 def _between(rng: random.Random, span: str) -> float:

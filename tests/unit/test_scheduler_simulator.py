@@ -13,10 +13,11 @@ from benchmarks.scheduler.executor_model import DEFAULT_MODEL, StepModel
 from benchmarks.scheduler.simulator import Simulation, SimulationConfig
 from benchmarks.scheduler.traces import TraceError, TraceRequest, make_trace, read_trace, write_trace
 from services.scheduler.core import CoreConfig
+from services.scheduler.drain_rate import DrainRate
 
 SOURCES = [
     "poisson:rate=50,requests=60,input=32-700,output=1-60",
-    "bursts:size=30,every=0.5,requests=60,input=64-300,output=8-40",
+    "bursts:size=30,every=0.5,requests=60,input=64-300,output=8-40,limit=900",
     "chat:sessions=12,turns=3,rate=6,output=20-90",
     "agents:sessions=4,turns=3,rate=4,tools=300,context=2000,result=50-200,output=20-90",
 ]
@@ -91,6 +92,20 @@ def test_turns_find_their_history_and_cut_off_ones_take_their_followers_along() 
     last = TraceRequest(id="c", at_s=0.0, prompt=(("p", 100),), output_tokens=5, after="b")
     figures = summary(Simulation([first, later, last]).run(), slo_ttft_s=1.0, slo_tpot_ms=30.0)
     assert (figures["failed"], figures["skipped"], figures["finished"]) == ({"DEADLINE_EXCEEDED": 1}, 2, 0)
+
+
+@pytest.mark.parametrize(
+    "source", ["poisson:rate=80,requests=300,output=60,limit=1-6", "bursts:size=150,every=3,requests=300,limit=2-9"]
+)
+def test_refusing_deadlines_early_costs_no_answer(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused because of the queue would not have been in time: as many are served without it."""
+    model = replace(StepModel.load(), max_num_seqs=8)
+    early = run(source, model=model, num_executors=1)
+    monkeypatch.setattr(DrainRate, "least_wait_s", lambda _self, _ahead, _now_s: None)
+    late = run(source, model=model, num_executors=1)
+    assert early["failed"]["DEADLINE_UNREACHABLE"] > 20  # type: ignore[index]
+    assert set(late["failed"]) == {"DEADLINE_EXCEEDED"}  # type: ignore[call-overload]
+    assert early["finished"] >= late["finished"] > 20  # type: ignore[operator]
 
 
 def test_step_times_pass_through_what_was_recorded() -> None:
