@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -13,12 +14,13 @@ from .checkpoint import TextCheckpoint
 from .control_tokens import ControlTokens, Segment
 from .formats.marks import END_THINK, THINK, Marks, is_hidden_in_chat
 from .run_cache import RunCache
+from .splits import cut_in_one_pass
 from .token_text import TokenText, build_token_text
 
 
-def _keeps_text(checkpoint: TextCheckpoint) -> bool:
+def _keeps_text(source: dict[str, Any]) -> bool:
     """Whether the tokenizer reads a text as it is: no normalizer, or one that does nothing."""
-    normalizer = json.loads(checkpoint.tokenizer_json).get("normalizer")
+    normalizer = source.get("normalizer")
     return normalizer is None or normalizer == {"type": "Sequence", "normalizers": []}
 
 
@@ -42,10 +44,12 @@ class Vocabulary:
                 "of the DeepSeek family are",
                 field="model",
             )
+        source: dict[str, Any] = json.loads(checkpoint.tokenizer_json)
+        cut_in_one_pass(self._tokenizer, source.get("pre_tokenizer") or {})
         # The same model without added tokens: what a caller spells stays text.
         self._plain = Tokenizer(self._tokenizer.model)
         self._plain.pre_tokenizer = self._tokenizer.pre_tokenizer
-        if self._tokenizer.normalizer is not None:
+        if not _keeps_text(source):
             self._plain.normalizer = self._tokenizer.normalizer
         self._runs = RunCache(self._encode_plain)
 
@@ -65,7 +69,7 @@ class Vocabulary:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.control_ids = frozenset(added)
         self._tokens = {token_id: token for token, token_id in vocab.items()}
-        self.cuts_exactly = _keeps_text(checkpoint) and not any(
+        self.cuts_exactly = _keeps_text(source) and not any(
             token.lstrip or token.rstrip or token.single_word for token in added.values()
         )
         """Control tokens may be cut out of a text beforehand: none takes blanks beside it, or asks for them."""
