@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from rorqual.core.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_SHARD = re.compile(r"model-(?P<number>\d{5})-of-(?P<of>\d{5})\.safetensors")
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
                "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}  # fmt: skip
@@ -56,6 +58,7 @@ class CheckpointFiles:
             for info in self._read_header(self.path / SINGLE_NAME).values():
                 self.tensors[info.name] = info
         else:
+            self._refuse_shards_without_index()
             found = ", ".join(sorted(p.name for p in self.path.iterdir())[:8]) or "nothing"
             raise CheckpointError(
                 f"{self.path}: holds neither {INDEX_NAME} nor {SINGLE_NAME} (found: {found}); "
@@ -90,6 +93,18 @@ class CheckpointFiles:
                 f"{info.file}: tensor {name!r} cannot be read ({error}); download the file again."
             ) from error
         return tensor
+
+    def _refuse_shards_without_index(self) -> None:
+        shards = [match for path in self.path.iterdir() if (match := _SHARD.fullmatch(path.name))]
+        if not shards:
+            return
+        there = {int(shard["number"]) for shard in shards}
+        of = max(int(shard["of"]) for shard in shards)
+        absent = [f"model-{number:05d}-of-{of:05d}.safetensors" for number in range(1, of + 1) if number not in there]
+        raise CheckpointError(
+            f"{self.path / INDEX_NAME}: missing, though {len(shards)} of {of} numbered files are there"
+            f"{', without ' + absent[0] if absent else ''}; download the missing files."
+        )
 
     def _read_sharded(self, index: Path) -> None:
         try:

@@ -115,10 +115,12 @@ def check_tensors(files: CheckpointFiles, config: ModelConfig) -> int:
     known = needed | optional
     absent = [name for name in needed if name not in present]
     if absent:
+        strange = [name for name in present if name not in known and name.removesuffix(SCALE_SUFFIX) not in known]
+        beside = f", and {strange[0]!r} is in one unasked" if strange else ""
         raise CheckpointError(
             f"{files.path}: tensor {absent[0]!r} {list(needed[absent[0]])} is in no file "
-            f"({len(absent)} of {len(needed)} are missing); weights and config.json do not fit, or the download is "
-            "incomplete."
+            f"({len(absent)} of {len(needed)} are missing){beside}; weights and config.json do not fit, or the download "
+            "is incomplete."
         )
     scales: set[str] = set()
     for name, info in present.items():

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from rorqual import kernels
+from rorqual.core.errors import CheckpointError
 
 from ..model.config import ModelConfig, load_config
 from .files import CheckpointFiles, check_tokenizer
@@ -90,6 +91,11 @@ class CheckpointSource:
             assert self.config.fp8_block_size is not None
             scale = self._stored(name + SCALE_SUFFIX)
             stored = kernels.fp8_block_dequantize(stored, scale, self.config.fp8_block_size, dtype)
+        if name.endswith("e_score_correction_bias") and not bool(stored.isfinite().all()):
+            raise CheckpointError(
+                f"{self._files.tensors[name].file}: tensor {name!r} holds values that are not finite, and no expert could "
+                "be chosen by it; download the file again."
+            )
         if out is not None:
             return out.copy_(stored)
         # What the files give themselves is a view of a mapping, so it is copied in any case.
