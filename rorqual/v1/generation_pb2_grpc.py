@@ -79,8 +79,8 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """GetServerInfo says which model is served, and how full the scheduler is. Never fails; before an
-        executor has connected `model` is unset.
+        """GetServerInfo says which model is served, and how full the scheduler is. Never fails; while no
+        executor answers `model` is unset.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

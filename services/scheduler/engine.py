@@ -31,6 +31,10 @@ from .wire import reported_from_proto, request_from_proto, spec_from_hello
 _log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
+SILENT_S = 5.0
+"""An executor that was not heard for so long does not count for health, long before it is given up."""
+STUCK_STEP_S = 60.0
+"""Nor does one whose present step runs for so long. It is not given up: a slow device may yet end it."""
 
 
 @dataclass(slots=True)
@@ -59,7 +63,7 @@ class Engine:
                 gather_until_s=self.now_s() + config.restart_wait_s,
             )
         )
-        self.on_num_executors: Callable[[int], None] = lambda _num: None
+        self.on_num_answering: Callable[[int], None] = lambda _num: None
         self._streams: dict[int, _Stream] = {}
         self._links: dict[int, Link] = {}
         self._peers: set[Peer] = set()  # links, and sessions
@@ -144,7 +148,7 @@ class Engine:
             len(spec.inventory),
             spec.max_num_seqs,
         )
-        self.on_num_executors(self.core.occupancy().num_executors)
+        self.on_num_answering(self.num_answering())
         return link
 
     def executors(self) -> list[tuple[executor_pb2.Hello, ExecutorState]]:
@@ -152,10 +156,20 @@ class Engine:
         states = [(link.hello, self.core.executor(link_id)) for link_id, link in self._links.items()]
         return [(hello, state) for hello, state in states if state is not None]
 
+    def num_answering(self) -> int:
+        """How many of them would take a request up now, as far as their heartbeats tell."""
+        now_s = self.now_s()
+        return sum(
+            now_s - link.last_heard_s <= SILENT_S and link.step_running_s <= STUCK_STEP_S
+            for link in self._links.values()
+        )
+
     def report(self, link: Link, proto: executor_pb2.Report) -> None:
         """What an executor did. InvalidRequestError for columns that do not fit together."""
         now_s = self.now_s()
         link.last_heard_s = now_s
+        if proto.HasField("heartbeat"):
+            link.step_running_s = proto.heartbeat.step_running_us / 1e6
         if link.link_id in self._links:
             self._dispatch(self.core.handle(reported_from_proto(link.link_id, proto), now_s))
 
@@ -166,7 +180,7 @@ class Engine:
             return
         self._dispatch(self.core.handle(ExecutorLost(link.link_id), self.now_s()))
         _log.info("executor %s is gone%s", link.name, f": {_text(link.error)}" if link.error is not None else "")
-        self.on_num_executors(self.core.occupancy().num_executors)
+        self.on_num_answering(self.num_answering())
 
     # -- time -----------------------------------------------------------------------------------------
 
@@ -185,6 +199,7 @@ class Engine:
             for peer in list(self._peers):
                 peer.beat()
                 self._check_silence(peer, now_s)
+            self.on_num_answering(self.num_answering())
             self.update_metrics()
 
     def _check_silence(self, peer: Peer, now_s: float) -> None:

@@ -185,6 +185,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             num_free_blocks=occupancy.num_free_blocks,
             num_granted_unwritten_blocks=occupancy.num_granted_unwritten_blocks,
         )
-        if occupancy.num_executors and self._engine.core.model is not None:
+        if self._engine.num_answering() and self._engine.core.model is not None:
             response.model.CopyFrom(model_to_proto(self._engine.core.model))
         return response

@@ -40,6 +40,7 @@ class Link(Peer):
         self.hello.CopyFrom(hello)
         self.hello.ClearField("inventory")
         self.error: BaseException | None = None
+        self.step_running_s = 0.0  # by its last heartbeat
         self._core = core
         self._ready = asyncio.Event()
         self._heartbeat_due = False

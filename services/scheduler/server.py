@@ -21,14 +21,14 @@ SERVICE_NAMES = ("rorqual.v1.GenerationService", "rorqual.v1.ExecutorLinkService
 
 
 class SchedulerServer:
-    """`start`, then `stop`. Healthy while at least one executor is connected."""
+    """`start`, then `stop`. Healthy while at least one executor answers."""
 
     def __init__(self, config: SchedulerConfig, telemetry: Telemetry) -> None:
         self.engine = Engine(config, telemetry)
-        self.engine.on_num_executors = self._on_num_executors
+        self.engine.on_num_answering = self._on_num_answering
         self._rpc = RpcServer(config.listen, self._add_services, SERVICE_NAMES)
         self._health = asyncio.Event()
-        self._num_executors = 0
+        self._num_answering = 0
         self._tasks: list[asyncio.Task[None]] = []
 
     def _add_services(self, server: grpc.aio.Server) -> None:
@@ -36,9 +36,10 @@ class SchedulerServer:
         executor_pb2_grpc.add_ExecutorLinkServiceServicer_to_server(ExecutorLinkServicer(self.engine), server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.engine), server)
 
-    def _on_num_executors(self, num_executors: int) -> None:
-        self._num_executors = num_executors
-        self._health.set()
+    def _on_num_answering(self, num_answering: int) -> None:
+        if num_answering != self._num_answering:
+            self._num_answering = num_answering
+            self._health.set()
 
     async def start(self) -> int:
         """Serve; returns the port. ConfigError if it is taken."""
@@ -50,7 +51,7 @@ class SchedulerServer:
         while True:
             await self._health.wait()
             self._health.clear()
-            await self._rpc.set_serving(self._num_executors > 0)
+            await self._rpc.set_serving(self._num_answering > 0)
 
     async def stop(self, grace_s: float = 1.0) -> None:
         """End all streams with UNAVAILABLE, so that their owners resume them elsewhere, and leave the port."""

@@ -19,6 +19,12 @@ _INTERVAL_S = 1.0
 _CALL_TIMEOUT_S = 2.0
 
 
+def _what_is_missing(info: generation_pb2.GetServerInfoResponse) -> str:
+    if info.num_executors:
+        return "the scheduler's executor does not answer: it is silent, or its step does not end"
+    return "the scheduler has no executor that serves a model"
+
+
 class ModelWatch:
     """`model` is None while the scheduler, or its executor, is not there; `last` is what it was then.
 
@@ -71,7 +77,7 @@ class ModelWatch:
             try:
                 info = await self._stub.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=_CALL_TIMEOUT_S)
                 self.model = info.model if info.HasField("model") else None
-                self.missing = "" if self.model is not None else "the scheduler has no executor that serves a model"
+                self.missing = "" if self.model is not None else _what_is_missing(info)
             except grpc.RpcError as error:
                 self.model = None
                 self.missing = f"the scheduler does not answer ({from_rpc_error(error).reason.lower()})"

@@ -66,6 +66,34 @@ async def test_the_missing_part_is_named() -> None:
 
 
 @pytest.mark.parametrize(
+    ("victim", "cause"),
+    [("executor", "does not answer"), ("scheduler", "the scheduler"), ("tokenizer", "is unreachable")],
+)
+def test_a_stopped_part_is_named_and_goes_on(served_model: ServedModel, tmp_path: Any, victim: str, cause: str) -> None:
+    """A process that hangs holds its connections: only its silence tells. What waited for it is answered."""
+    from rorqual.launch import Stack, make_plan
+
+    settings = {"model": served_model.path, **served_model.settings, "port": 0}
+    stack = Stack(make_plan(settings), log_dir=tmp_path)
+    stack.start(timeout_s=120)
+    try:
+
+        def status() -> tuple[int, str]:
+            response = httpx.get(f"{stack.url}/health", timeout=10)
+            return response.status_code, response.json().get("cause", "")
+
+        body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "temperature": 0, "seed": 1}
+        whole = httpx.post(f"{stack.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+        os.kill(stack.pids[victim], signal.SIGSTOP)
+        wait_until(lambda: status()[0] == 503 and cause in status()[1], f"/health names the {victim}", BOUND_S)
+        os.kill(stack.pids[victim], signal.SIGCONT)
+        wait_until(lambda: status() == (200, ""), f"the {victim} is back", BOUND_S)
+        assert httpx.post(f"{stack.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"] == whole
+    finally:
+        stack.stop()
+
+
+@pytest.mark.parametrize(
     ("victim", "cause"), [("executor", "no executor"), ("scheduler", "the scheduler"), ("tokenizer", "is unreachable")]
 )
 def test_a_killed_part_is_named_and_comes_back(

@@ -28,6 +28,7 @@ from rorqual.v1 import (
     generation_pb2,
     generation_pb2_grpc,
 )
+from services.scheduler.engine import SILENT_S, STUCK_STEP_S
 from services.scheduler.server import SchedulerServer
 from tests.support.sim_link import SimExecutorLink
 
@@ -335,6 +336,40 @@ async def test_a_silent_executor_is_dead_and_another_takes_its_sequences(stack: 
             first.stepping.clear()
             await stack.executor()
     assert tokens == alone(proto)
+
+
+async def test_health_turns_long_before_a_silent_executor_is_given_up() -> None:
+    stack = await start_stack(peer_timeout_s=60.0)
+    health = health_pb2_grpc.HealthStub(stack.channel)
+
+    async def until(status: Any) -> None:
+        async with asyncio.timeout(SILENT_S + 5):
+            while (await health.Check(health_pb2.HealthCheckRequest())).status != status:
+                await asyncio.sleep(0.05)
+
+    try:
+        link = await stack.executor(step_time_s=0.001)
+        await until(health_pb2.HealthCheckResponse.SERVING)
+        proto = request(max_tokens=2000)
+        call = asyncio.create_task(collect(stack.stub.Generate(proto)))
+        await stack.until(lambda i: i.num_running == 1)
+        link.mute = True
+        await until(health_pb2.HealthCheckResponse.NOT_SERVING)
+        info = await stack.info()
+        assert info.num_executors == info.num_running == 1  # nothing is taken from it yet
+        assert not info.HasField("model")
+        link.mute = False
+        await until(health_pb2.HealthCheckResponse.SERVING)
+        assert (await stack.info()).model.name == "sim"
+        assert (await call)[0] == alone(proto)
+        # A step that does not end is told by its heartbeats; a long one that is still young is none.
+        (peer,) = stack.server.engine._links.values()
+        for step_s, answering in ((STUCK_STEP_S - 1, 1), (STUCK_STEP_S + 1, 0), (0.0, 1)):
+            report = executor_pb2.Report(heartbeat=common_pb2.Heartbeat(step_running_us=round(step_s * 1e6)))
+            stack.server.engine.report(peer, report)
+            assert stack.server.engine.num_answering() == answering
+    finally:
+        await stop_stack(stack)
 
 
 async def test_memory_too_small_for_all_at_once(stack: Stack) -> None:

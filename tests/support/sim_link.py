@@ -141,11 +141,13 @@ class SimExecutorLink:
             except TimeoutError:
                 timed_out = True
             self._to_send.clear()
+            if self.mute:
+                continue
             report = self.executor.report()
             if report is None and timed_out:
                 report = executor_pb2.Report(last_batch_id=self.executor._last_batch_id)
                 report.heartbeat.SetInParent()
-            if report is not None and not self.mute:
+            if report is not None:
                 await call.write(executor_pb2.ConnectRequest(report=report))
 
 
