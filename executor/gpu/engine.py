@@ -144,12 +144,13 @@ class GpuEngine:
         self._turn = (self._turn + 1) % _NUM_BUFFERS
         upload = self._upload
         upload.begin()
-        changes, changes_at = upload.reserve(2 * self.rows.num_pending_changes)
-        num_changes = self.rows.changes(changes.reshape(-1, 2))
-        self._sampler.put(upload)
+        # Chunks first: what lies in the same places as before is launched as before.
         plan = (
             plan_chunks(chunks, rows, upload, self._limits, self._model.max_keys, self._model.heads) if chunks else None
         )
+        changes, changes_at = upload.reserve(2 * self.rows.num_pending_changes)
+        num_changes = self.rows.changes(changes.reshape(-1, 2))
+        self._sampler.put(upload)
         events = self._events[self._turn]
         events.begin()
         upload.send()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,22 +17,25 @@ from rorqual.kernels.linear import (
     Tiling,
     absorb_q,
     absorb_v,
+    blas_handle,
     choose_tiling,
     linear,
     linear_silu_mul,
     make_linear_workspace,
 )
-from rorqual.kernels.loader import current_stream, load
+from rorqual.kernels.loader import KernelLibrary, current_stream, load
 from rorqual.kernels.mla import make_workspace, mla_decode, plan_decode
 from rorqual.kernels.moe import route
 from rorqual.kernels.prefill import STATE_WIDTH, PrefillPlan, gather_latents, mla_prefill
 
 from ..model.mla import LATENT_NORM_EPS
-from .launches import LayerLaunches, OwnTensors, Pointers
+from .launches import LayerLaunches, LayerProgram, OwnTensors, Pointers
 from .weights import GpuAttention, GpuDense, GpuMoe, GpuWeights
 
 LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
 QK = NOPE + ROPE
+MAX_RECORDED = 64
+"""Steps of different sizes whose launches are kept, some 10 kB each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,12 @@ class PrefillGroup:
     num_keys: int  # of the plan, over all segments
     block_tables: torch.Tensor | None  # int32 [segments, n]; None: nothing is cached, the rows are the keys
     k_starts: torch.Tensor | None  # int32 [segments + 1]
+
+    def key(self) -> Hashable:
+        """Of what is launched for it."""
+        plan = self.plan
+        sizes = (self.start, self.end, self.num_keys, plan.num_tiles, plan.key_begin, plan.needs_state)
+        return (*sizes, *_place(plan.tensor), *_place(self.block_tables), *_place(self.k_starts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +80,14 @@ class ChunkRows:
     @property
     def num_rows(self) -> int:
         return self.token_ids.shape[0]
+
+    def key(self) -> Hashable:
+        """Equal for steps whose layers' launches are equal: the same sizes, and tensors in the same places."""
+        return (
+            self.num_rows,
+            tuple(group.key() for group in self.prefill),
+            tuple((r.start, r.end, *_place(r.kv_lens), *_place(r.block_tables)) for r in self.recomputed),
+        )
 
 
 class GpuModel:
@@ -158,6 +175,7 @@ class GpuModel:
         self._side = _SideStream(device) if device.type == "cuda" else None
         self.beside_rows = 0
         self._launches: LayerLaunches | None = None  # being recorded
+        self._recorded: dict[Hashable, list[tuple[LayerProgram, int, int]]] = {}  # of steps with chunks, by their sizes
         self._own: tuple[Sequence[torch.Tensor], OwnTensors] | None = None  # with the caches that it is of
         self._runs = _runs_of_a_kind([type(layer.mlp) for layer in weights.layers])
 
@@ -172,6 +190,7 @@ class GpuModel:
                     own += [value for value in values if value is None or isinstance(value, torch.Tensor)]
                 layers.append(own)
             self._own = caches, OwnTensors(layers)
+            self._recorded.clear()
         return self._own[1]
 
     def _next_norm(self, layer_idx: int) -> torch.Tensor:
@@ -197,23 +216,52 @@ class GpuModel:
                 self._feed_forward(i, num_rows)
             return normed
         own = self._own_tensors(layer_caches)
+        if chunks is None:
+            self._record(self._library, own, num_decode, num_rows, None, layer_caches)
+            return normed
+        # (cuBLAS's handle gets the current stream here.)
+        key = (current_stream(self.device), blas_handle(self.device), num_decode, self.beside_rows, chunks.key())
+        programs = self._recorded.pop(key, None)
+        if programs is None:
+            programs = self._record(self._library, own, num_decode, num_rows, chunks, layer_caches)
+        else:
+            for program, start, end in programs:
+                program.run(start, end)
+        self._recorded[key] = programs
+        if len(self._recorded) > MAX_RECORDED:
+            del self._recorded[next(iter(self._recorded))]  # the one not used for the longest time
+        return normed
+
+    def _record(
+        self,
+        library: KernelLibrary,
+        own: OwnTensors,
+        num_decode: int,
+        num_rows: int,
+        chunks: ChunkRows | None,
+        layer_caches: Sequence[torch.Tensor],
+    ) -> list[tuple[LayerProgram, int, int]]:
+        """Launch all layers. Returns what does the same again: a program for each run of layers [start, end)."""
+        programs: list[tuple[LayerProgram, int, int]] = []
         attention: LayerLaunches | None = None
-        feed_forward: dict[type, LayerLaunches] = {}
+        of_kind: dict[type, LayerProgram] = {}
         for kind, first, end in self._runs:
             start = first
-            if attention is None:
-                attention = self._launches = LayerLaunches(self._library, own, first)
-                self._attention_part(first, num_decode, num_rows, chunks, layer_caches[first])
-            elif kind not in feed_forward:
-                attention.repeat(first, first + 1)
-            if kind not in feed_forward:
-                feed_forward[kind] = self._launches = LayerLaunches(self._library, own, first)
+            if kind not in of_kind:
+                if attention is None:
+                    attention = self._launches = LayerLaunches(library, own, first)
+                    self._attention_part(first, num_decode, num_rows, chunks, layer_caches[first])
+                else:
+                    LayerProgram(library, own, [attention]).run(first, first + 1)
+                feed_forward = self._launches = LayerLaunches(library, own, first)
                 self._feed_forward(first, num_rows)
+                self._launches = None
+                of_kind[kind] = LayerProgram(library, own, [attention, feed_forward])
                 start += 1
-            self._launches = None
             if start < end:
-                attention.repeat(start, end, after=feed_forward[kind])
-        return normed
+                of_kind[kind].run(start, end)
+            programs.append((of_kind[kind], first, end))
+        return programs
 
     # What follows is recorded: nothing in it may depend on the layer but through the tensors of `_own_tensors`.
 
@@ -534,6 +582,10 @@ def _runs_of_a_kind(kinds: Sequence[type]) -> list[tuple[type, int, int]]:
     """Runs [start, end) of equal neighbours."""
     edges = [i for i in range(len(kinds) + 1) if i in (0, len(kinds)) or kinds[i] is not kinds[i - 1]]
     return [(kinds[start], start, end) for start, end in pairwise(edges)]
+
+
+def _place(tensor: torch.Tensor | None) -> tuple[int, ...]:
+    return () if tensor is None else (tensor.data_ptr(), *tensor.shape, *tensor.stride())
 
 
 def _per_head(x: torch.Tensor, num_heads: int) -> torch.Tensor:

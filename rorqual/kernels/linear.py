@@ -122,10 +122,18 @@ def _cublas_gemm_ex() -> int:
     return 0
 
 
+def blas_handle(device: torch.device) -> int:
+    """Torch's handle of cuBLAS for this thread, which takes the current stream; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    handle: int = torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
+    return handle
+
+
 def _cublas() -> tuple[int, int] | None:
     """The addresses of cublasGemmEx and of torch's handle, whose stream is the current one; None where there is none."""
     gemm_ex = _cublas_gemm_ex()
-    return (gemm_ex, torch.cuda.current_blas_handle()) if gemm_ex else None  # type: ignore[no-untyped-call]
+    return (gemm_ex, blas_handle(torch.device("cuda"))) if gemm_ex else None
 
 
 def _gemm(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -81,58 +82,48 @@ def plan_prefill(
     the keys: kv then holds keys [key_begin, min(key_end, k_lens[s])) of each sequence, packed, and rows that have keys
     in other slabs are carried in `state`. Raises ValueError.
     """
-    q = np.asarray(q_lens, dtype=np.int64)
-    k = np.asarray(k_lens, dtype=np.int64)
-    if q.ndim != 1 or q.shape != k.shape:
-        raise ValueError(f"q_lens and k_lens: need equally many lengths, got {list(q.shape)} and {list(k.shape)}")
-    if (q < 0).any() or (k < q).any():
-        raise ValueError(f"k_lens: need 0 <= q_len <= k_len, got q_lens {q.tolist()}, k_lens {k.tolist()}")
-    longest = int(k.max(initial=0))
+    # (In plain Python: a step has at most some hundred tiles, and few of them where its length is felt.)
+    q, k = [int(n) for n in q_lens], [int(n) for n in k_lens]
+    if len(q) != len(k):
+        raise ValueError(f"q_lens and k_lens: need equally many lengths, got {len(q)} and {len(k)}")
+    if any(not 0 <= q_len <= k_len for q_len, k_len in zip(q, k, strict=True)):
+        raise ValueError(f"k_lens: need 0 <= q_len <= k_len, got q_lens {q}, k_lens {k}")
+    longest = max(k, default=0)
     end = longest if key_end is None else key_end
     if key_begin < 0 or key_begin % TILE_KEYS or (end % TILE_KEYS and end < longest) or end < key_begin:
         raise ValueError(f"a slab begins and ends at multiples of {TILE_KEYS}, got [{key_begin}, {end})")
-    q_starts = np.concatenate(([0], np.cumsum(q)))
-    held = np.clip(np.minimum(k, end) - key_begin, 0, None)
-    k_starts = np.concatenate(([0], np.cumsum(held)))
+    q_starts = [0, *accumulate(q)]
+    k_starts = [0, *accumulate(max(min(k_len, end) - key_begin, 0) for k_len in k)]
 
     tile_rows = TILE_ROWS
-    if num_heads is not None and int((-(-q // TILE_ROWS)).sum()) * num_heads <= NUM_SMS // 2:
+    if num_heads is not None and sum(-(-q_len // TILE_ROWS) for q_len in q) * num_heads <= NUM_SMS // 2:
         tile_rows = HALF_TILE_ROWS
-    tiles_of = -(-q // tile_rows)
-    seq = np.repeat(np.arange(q.shape[0]), tiles_of)
-    first_row = (np.arange(seq.shape[0]) - np.repeat(np.cumsum(tiles_of) - tiles_of, tiles_of)) * tile_rows
-    num_rows = np.minimum(q[seq] - first_row, tile_rows)
-    first_limit = k[seq] - q[seq] + first_row + 1
-    last_limit = first_limit + num_rows - 1
-    tile_end = np.minimum(last_limit, end)
-    flags = _FIRST * (key_begin == 0) + _LAST * (last_limit <= end)
-    tiles = np.stack(
-        (
-            q_starts[seq] + first_row,
-            num_rows,
-            first_limit,
-            k_starts[seq] - key_begin,
-            np.full_like(seq, key_begin),
-            tile_end,
-            np.minimum(k[seq], end),
-            flags,
-        ),
-        axis=1,
-    )
-    here = tile_end > key_begin
-    weight = -(-tile_end // TILE_KEYS)
-    order = np.argsort(-weight[here], kind="stable")
-    tiles = tiles[here][order]
+    tiles: list[tuple[int, ...]] = []
+    for q_len, k_len, q_start, k_start in zip(q, k, q_starts, k_starts, strict=False):
+        for first_row in range(0, q_len, tile_rows):
+            num_rows = min(q_len - first_row, tile_rows)
+            first_limit = k_len - q_len + first_row + 1
+            last_limit = first_limit + num_rows - 1
+            tile_end = min(last_limit, end)
+            if tile_end <= key_begin:
+                continue
+            flags = _FIRST * (key_begin == 0) + _LAST * (last_limit <= end)
+            in_slab = (k_start - key_begin, key_begin, tile_end, min(k_len, end), flags)
+            tiles.append((q_start + first_row, num_rows, first_limit, *in_slab))
+    tiles.sort(key=lambda tile: -tile[5] // TILE_KEYS)
+    words = np.zeros(_HEADER_WORDS + _TILE_WORDS * len(tiles), np.int32)
+    if tiles:
+        words[_HEADER_WORDS:].reshape(-1, _TILE_WORDS)[:] = tiles
     return PrefillPlan(
-        q_lens=tuple(q.tolist()),
-        k_lens=tuple(k.tolist()),
+        q_lens=tuple(q),
+        k_lens=tuple(k),
         key_begin=key_begin,
         key_end=end,
-        q_starts=q_starts.astype(np.int32),
-        k_starts=k_starts.astype(np.int32),
-        num_tiles=tiles.shape[0],
-        needs_state=bool((tiles[:, 7] != _FIRST + _LAST).any()),
-        words=np.concatenate((np.zeros(_HEADER_WORDS, np.int64), tiles.reshape(-1))).astype(np.int32),
+        q_starts=np.array(q_starts, np.int32),
+        k_starts=np.array(k_starts, np.int32),
+        num_tiles=len(tiles),
+        needs_state=any(tile[7] != _FIRST + _LAST for tile in tiles),
+        words=words,
     )
 
 
