@@ -35,6 +35,7 @@ class ExecutorState:
         "_by_hash_followers",
         "_caching",
         "_computing",
+        "_lead",
         "_num_batches",
         "_num_by_priority",
         "_num_grantable",
@@ -70,6 +71,7 @@ class ExecutorState:
         self.spec = spec
         self.model: ModelSpec = spec.model
         self.cache = KvCache(spec.groups, spec.inventory if caching else ())
+        self._lead = self.cache.lead  # the group whose table says how many blocks a sequence was granted
         self.capacity = Capacity(spec.model.max_model_len, self.cache.num_blocks, spec.model.takes_grammars)
         self.max_num_seqs = min(spec.max_num_seqs, max_num_seqs or spec.max_num_seqs)
         batched = min(spec.max_num_batched_tokens, max_num_batched_tokens or spec.max_num_batched_tokens)
@@ -123,8 +125,9 @@ class ExecutorState:
         """How `seq` would be admitted here now; None where it would have to wait."""
         if self.num_running >= self.max_num_seqs or self._is_closed_to(seq.request.priority):
             return None
-        if any(group.num_short(seq.max_blocks) > 0 for group in self.cache.bounded):
-            return None
+        for group in self.cache.bounded:
+            if group.num_short(seq.max_blocks) > 0:
+                return None
         unit = self.cache.unit
         most = self._num_sharable(seq) // unit * unit
         matched = self.cache.num_matched(seq.hashes, most)
@@ -295,7 +298,7 @@ class ExecutorState:
             self._prefill.resize(seq)
             if seq.shares:
                 # After its last chunk it runs on by itself.
-                num_granted = self.cache.num_granted(seq.tables)
+                num_granted = len(seq.tables[self._lead])
                 self._extend(seq, 0, num_granted if end == seq.prefill_end else blocks_for(end), self._ahead)
             self._orders.append(Prefill(seq.seq_id, start, end, bytes(seq.history[4 * start : 4 * end])))
 
@@ -343,7 +346,7 @@ class ExecutorState:
 
     def grant(self, seq: Sequence) -> None:
         """Blocks for `seq` to run on, as many as memory allows; it goes hungry if that is not enough."""
-        have = self.cache.num_granted(seq.tables)
+        have = len(seq.tables[self._lead])
         num_free = self.cache.num_free
         ahead = policy.affordable_ahead(self._ahead, num_free, self.num_running, self._num_grantable)
         wanted = min(seq.max_blocks, (seq.num_tokens + ahead) // BLOCK_SIZE + 1)
@@ -372,13 +375,15 @@ class ExecutorState:
 
     def _count_ahead(self, seq: Sequence) -> None:
         """Keep the account of what is granted ahead."""
-        num_ahead = self.cache.num_granted(seq.tables) - blocks_for(seq.num_tokens)
+        num_ahead = len(seq.tables[self._lead]) - blocks_for(seq.num_tokens)
         self._num_grantable -= num_ahead - seq.num_ahead
         seq.num_ahead = num_ahead
 
     def _set_limit(self, seq: Sequence, ahead: int) -> None:
         self._count_ahead(seq)
-        have = num_covered(seq.shares, self.cache.num_granted(seq.tables))
+        have = len(seq.tables[self._lead])
+        if seq.shares:
+            have = num_covered(seq.shares, have)
         seq.limit = have * BLOCK_SIZE
         seq.extend_at = NEVER if have >= seq.max_blocks else max(seq.limit - ahead, 0)
         if seq.shares and seq.extend_at <= seq.num_tokens:
@@ -507,7 +512,7 @@ class ExecutorState:
     def num_granted_unwritten(self) -> int:
         """Blocks handed out that hold nothing yet."""
         return sum(
-            self.cache.num_granted(seq.tables)
+            len(seq.tables[self._lead])
             - blocks_for(max(seq.num_computed, seq.num_tokens - 1 if seq.num_tokens > seq.prefill_end else 0))
             for seq in self.sequences.values()
             if seq.state is State.RUNNING
@@ -524,7 +529,7 @@ class ExecutorState:
         sent = sum(min(s.num_sent, s.prefill_end) - min(s.num_computed, s.prefill_end) for s in running)
         assert self._outstanding == sent, f"{self._outstanding} tokens outstanding, {sent} sent and not reported"
         for seq in running:
-            num_granted = self.cache.num_granted(seq.tables)
+            num_granted = len(seq.tables[self._lead])
             assert seq.limit == num_covered(seq.shares, num_granted) * BLOCK_SIZE
             assert num_granted <= seq.max_blocks
             now_ahead = num_granted - blocks_for(seq.num_tokens)

@@ -181,7 +181,7 @@ def quota_of(spec: GroupSpec) -> int:
 class KvCache:
     """The groups of one executor. A count of blocks is a count in every group that keeps all."""
 
-    __slots__ = ("_full", "_lead", "bounded", "groups", "num_blocks", "unit")
+    __slots__ = ("_full", "bounded", "groups", "lead", "num_blocks", "unit")
 
     def __init__(self, specs: Sequence[GroupSpec], inventory: Sequence[InventoryBlock] = ()) -> None:
         """ValueError unless a group keeps all blocks."""
@@ -189,12 +189,11 @@ class KvCache:
             BoundedGroup(i, spec) if spec.is_bounded else CacheGroup(spec) for i, spec in enumerate(specs)
         )
         self.bounded = tuple(group for group in self.groups if isinstance(group, BoundedGroup))
-        full = [i for i, spec in enumerate(specs) if not spec.is_bounded]
-        if not full:
+        self._full = tuple((i, group.pool) for i, group in enumerate(self.groups) if group not in self.bounded)
+        if not self._full:
             raise ValueError("no cache group keeps all blocks")
-        self._lead = full[0]
-        self._full = tuple(self.groups[i].pool for i in full)
-        self.num_blocks = min(pool.num_blocks for pool in self._full)
+        self.lead = self._full[0][0]  # every group that keeps all grows by the same blocks: one speaks for them
+        self.num_blocks = min(pool.num_blocks for _, pool in self._full)
         self.unit = math.lcm(BLOCK_SIZE, *(spec.prefix_multiple or 1 for spec in specs)) // BLOCK_SIZE
         ordered = sorted(inventory, key=lambda block: block.last_used_us)
         for group_idx, group in enumerate(self.groups):
@@ -206,28 +205,28 @@ class KvCache:
     def num_free(self) -> int:
         """Blocks that could be handed out now, in the fullest group that keeps all."""
         full = self._full
-        return full[0].num_free if len(full) == 1 else min(pool.num_free for pool in full)
+        return full[0][1].num_free if len(full) == 1 else min(pool.num_free for _, pool in full)
 
     def holds(self, block_hash: bytes) -> bool:
         """Whether every group that keeps all has the block with that identity."""
-        return all(pool.find(block_hash) is not None for pool in self._full)
+        return all(pool.find(block_hash) is not None for _, pool in self._full)
 
     def num_matched(self, hashes: Sequence[bytes], max_blocks: int) -> int:
         """The longest prefix, in blocks, that every group can serve: at most `max_blocks`, a multiple of `unit`."""
-        for pool in self._full:
+        for _, pool in self._full:
             max_blocks = pool.num_matched(hashes, max_blocks)
         matched = max_blocks - max_blocks % self.unit
-        while True:  # what one group cannot serve, the others need not
+        before = -1
+        while self.bounded and matched != before:  # what one group cannot serve, the others need not
             before = matched
             for group in self.bounded:
                 matched = group.longest_hit(hashes, matched, self.unit)
-            if matched == before:
-                return matched
+        return matched
 
     def num_idle(self, hashes: Sequence[bytes], num_blocks: int) -> int:
         """How many of the first `num_blocks` (all matched) are on a free list, and leave it when they are shared."""
         most = 0
-        for pool in self._full:
+        for _, pool in self._full:
             ids = (pool.find(hashes[i]) for i in range(num_blocks))
             most = max(most, sum(1 for block_id in ids if block_id is not None and not pool.is_held(block_id)))
         return most
@@ -241,41 +240,33 @@ class KvCache:
     def admit(self, hashes: Sequence[bytes], max_blocks: int) -> tuple[BlockTables, list[Share]]:
         """The tables of a newcomer that takes up the prefix `hashes`; `num_short` of every bounded group is 0."""
         shares = [group.admit(hashes, max_blocks) for group in self.bounded]
-        tables = [[] if isinstance(group, BoundedGroup) else group.pool.share(hashes) for group in self.groups]
+        tables: BlockTables = [[] for _ in self.groups]
+        for i, pool in self._full:
+            tables[i] = pool.share(hashes)
         for share in shares:
             tables[share.group.group_idx] = share.table
         return tables, shares
 
     def grow(self, tables: BlockTables, shares: Sequence[Share], num_new: int, num_blocks: int) -> BlockTables:
         """`num_new` more blocks where all are kept; elsewhere entries up to block `num_blocks`. Returns what is new."""
-        new: BlockTables = []
-        for group, table in zip(self.groups, tables, strict=True):
-            ids = [] if isinstance(group, BoundedGroup) else group.pool.allocate(num_new)
-            table.extend(ids)
-            new.append(ids)
+        new: BlockTables = [[] for _ in self.groups]
+        for i, pool in self._full:
+            new[i] = pool.allocate(num_new)
+            tables[i] += new[i]
         for share in shares:
             new[share.group.group_idx] = share.cover(num_blocks)
         return new
 
     def release(self, tables: BlockTables, shares: Sequence[Share]) -> None:
         """A sequence leaves."""
-        for group, table in zip(self.groups, tables, strict=True):
-            if not isinstance(group, BoundedGroup):
-                group.pool.release(table)
+        for i, pool in self._full:
+            pool.release(tables[i])
         for share in shares:
             share.release()
 
-    def num_granted(self, tables: BlockTables) -> int:
-        """Blocks handed to a sequence where all are kept."""
-        return len(tables[self._lead])
-
     def num_exclusive(self, tables: BlockTables) -> int:
         """Blocks that would become free, where all are kept, if this user released them."""
-        return min(
-            sum(1 for block_id in table if group.pool.num_refs(block_id) == 1)
-            for group, table in zip(self.groups, tables, strict=True)
-            if not isinstance(group, BoundedGroup)
-        )
+        return min(sum(1 for block_id in tables[i] if pool.num_refs(block_id) == 1) for i, pool in self._full)
 
     def check(self, holders: Iterable[tuple[BlockTables, Sequence[Share]]]) -> None:
         """AssertionError unless all blocks of all groups add up to what `holders` hold."""
@@ -294,11 +285,13 @@ class KvCache:
             group.pool.check(users)
 
 
-def reach(shares: Iterable[Share], most: int) -> int:
+def reach(shares: Sequence[Share], most: int) -> int:
     """The history's block up to which all windows among `shares` could be covered now, at most `most`."""
     return min([most, *(share.num_entries + share.room for share in shares if not share.group.num_slots)])
 
 
-def num_covered(shares: Iterable[Share], most: int) -> int:
+def num_covered(shares: Sequence[Share], most: int) -> int:
     """The history's block up to which all of `shares` have the entries of their tables, at most `most`."""
-    return min([most, *((share.num_entries + 1) * share.group.span - 1 for share in shares)])
+    for share in shares:
+        most = min(most, (share.num_entries + 1) * share.group.span - 1)
+    return most

@@ -15,6 +15,7 @@ from executor.sim.device import ContractError, SimConfig, SimExecutor
 from executor.sim.memory import DRAFT, GroupMemory
 from services.scheduler.core import CoreConfig, SchedulerCore
 from services.scheduler.executor_state import ExecutorState
+from services.scheduler.kv_cache import BoundedGroup, KvCache, Share
 from services.scheduler.orders import Prefill
 from services.scheduler.placement import cheapest_of
 from services.scheduler.sequence import Sequence
@@ -197,6 +198,103 @@ def _place_without_asking_whether_it_fits(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ExecutorState, "fits", lambda _self, _seq: True)
 
 
+def _give_back_too_early(monkeypatch: pytest.MonkeyPatch, window: bool) -> None:
+    """A block leaves a window, or a snapshot its sequence, a block before its time."""
+    original = Share.give_back
+
+    def give_back(self: Share, num_computed: int) -> None:
+        is_window = self.group.window > 0
+        original(self, num_computed + 64 * self.group.span if is_window == window else num_computed)
+
+    monkeypatch.setattr(Share, "give_back", give_back)
+
+
+def _shrink_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    _give_back_too_early(monkeypatch, window=True)
+
+
+def _give_snapshots_back_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    _give_back_too_early(monkeypatch, window=False)
+
+
+def _release_slots_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slots of a state are free again as soon as they are handed out."""
+    original = BoundedGroup.admit
+
+    def admit(self: BoundedGroup, hashes: list[bytes], max_blocks: int) -> Share:
+        share = original(self, hashes, max_blocks)
+        self.pool.release(share.table[: self.num_slots])
+        return share
+
+    monkeypatch.setattr(BoundedGroup, "admit", admit)
+
+
+def _take_up_between_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hit ends at any block, as if the state were kept for each."""
+    original = KvCache.__init__
+
+    def init(self: KvCache, *args: Any) -> None:
+        original(self, *args)
+        self.unit = 1
+
+    monkeypatch.setattr(KvCache, "__init__", init)
+
+
+def _look_at_a_windows_end_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hit needs only the last block of a window."""
+    monkeypatch.setattr(BoundedGroup, "_first_needed", lambda _self, num_blocks: max(0, num_blocks - 1))
+
+
+def _label_the_next_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot gets the identity of the one before it."""
+    original = BoundedGroup.labelled_as
+
+    def labelled_as(self: BoundedGroup, table: list[int], block_idx: int) -> int:
+        if not self.num_slots or (block_idx + 1) % self.span:
+            return original(self, table, block_idx)
+        at = self.num_slots + block_idx // self.span
+        return table[min(at + 1, len(table) - 1)]
+
+    monkeypatch.setattr(BoundedGroup, "labelled_as", labelled_as)
+
+
+def _leave_the_state_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executor does not restore the snapshot of the prefix that is taken up."""
+    original = GroupMemory.admit
+
+    def admit(self: GroupMemory, seq_id: int, ids: list[int], num_cached: int) -> Any:
+        table = original(self, seq_id, ids, num_cached)
+        if self.group.slots_per_sequence:
+            self.blocks[ids[0]][:] = bytes(8)
+        return table
+
+    monkeypatch.setattr(GroupMemory, "admit", admit)
+
+
+def _write_snapshots_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executor takes a chunk's snapshots when all of it is computed."""
+    original = GroupMemory.write
+
+    def write(self: GroupMemory, table: Any, position: int, data: bytes) -> None:
+        original(self, table, position, data)
+        end, every, num_slots = position + len(data) // 4, self.group.entry_tokens, self.group.slots_per_sequence
+        for at in range(position // every, end // every if num_slots else 0):
+            self._put(table.ids[num_slots + at], 0, bytes(self.blocks[table.ids[0]]))
+
+    monkeypatch.setattr(GroupMemory, "write", write)
+
+
+def _keep_rejected_drafts_in_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = GroupMemory.scribble
+
+    def scribble(self: GroupMemory, table: Any, position: int) -> None:
+        original(self, table, position)
+        if self.group.slots_per_sequence:
+            self._advance(table, DRAFT)
+
+    monkeypatch.setattr(GroupMemory, "scribble", scribble)
+
+
 @pytest.mark.parametrize(
     "plant",
     [
@@ -211,6 +309,15 @@ def _place_without_asking_whether_it_fits(monkeypatch: pytest.MonkeyPatch) -> No
         _count_drafts_as_computed,
         _keep_rejected_drafts,
         _keep_labels_of_written_blocks,
+        _shrink_windows,
+        _give_snapshots_back_unwritten,
+        _release_slots_at_once,
+        _take_up_between_snapshots,
+        _look_at_a_windows_end_only,
+        _label_the_next_snapshot,
+        _leave_the_state_as_it_was,
+        _write_snapshots_late,
+        _keep_rejected_drafts_in_the_state,
         _place_without_asking_whether_it_fits,
     ],
 )
