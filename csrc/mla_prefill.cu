@@ -123,8 +123,9 @@ __device__ __forceinline__ void produce(const MlaPrefillParams& p, char* smem, c
 #pragma unroll
     for (int g = 0; g < T::kGroups; ++g) {
       mbarrier_wait(&barriers.q_empty[g], num_taken % 2 ^ 1);
+      // Every lane arrives for the word that it has written; lane 0 also for Q.
       if (lane <= T::kHeadWord) shared_item(g)[lane] = word;
-      __syncwarp();
+      if (lane > 0) mbarrier_arrive(&barriers.q_full[g]);
       if (lane == 0) {
         mbarrier_arrive_expect_tx(&barriers.q_full[g], T::kQueryBytes / T::kGroups);
 #pragma unroll
@@ -146,10 +147,8 @@ __device__ __forceinline__ void produce(const MlaPrefillParams& p, char* smem, c
 #pragma unroll
   for (int g = 0; g < T::kGroups; ++g) {
     mbarrier_wait(&barriers.q_empty[g], num_taken % 2 ^ 1);
-    if (lane == 0) {
-      shared_item(g)[T::kHeadWord] = -1;
-      mbarrier_arrive(&barriers.q_full[g]);
-    }
+    if (lane == 0) shared_item(g)[T::kHeadWord] = -1;
+    mbarrier_arrive(&barriers.q_full[g]);
   }
 }
 
@@ -281,7 +280,7 @@ __device__ __forceinline__ void compute(const MlaPrefillParams& p, char* smem, c
         wait(barriers.v_full, step);
         release(&barriers.v_empty[step % T::kStages]);
       }
-      release(&barriers.q_empty[warpgroup]);
+      mbarrier_arrive(&barriers.q_empty[warpgroup]);
       continue;
     }
     // Row r of the tile attends to keys [0, first_limit + r). Up to here all of this warpgroup's rows attend to all.
@@ -377,7 +376,7 @@ __device__ __forceinline__ void compute(const MlaPrefillParams& p, char* smem, c
     }
     for (int n = 1; n < num_steps - half; ++n) next_tile.template operator()<T::kKeys>(n);
     if (half && num_steps > 1) next_tile.template operator()<T::kKeys / 2>(num_steps - 1);
-    release(&barriers.q_empty[warpgroup]);  // all scores are done, and this item's words are read
+    mbarrier_arrive(&barriers.q_empty[warpgroup]);  // all scores are done, and this thread has read the item's words
 
     wait(barriers.v_full, step);
     if (last_key + T::kKeys > valid_end) {
@@ -461,8 +460,8 @@ __global__ void __launch_bounds__(Prefill::kThreads, 1) mla_prefill_kernel(const
     tma_prefetch_map(&p.kv_map);
     tma_prefetch_map(&p.k_pe_map);
     for (int g = 0; g < T::kGroups; ++g) {
-      mbarrier_init(&barriers.q_full[g], 1);
-      mbarrier_init(&barriers.q_empty[g], T::kGroupWarps);
+      mbarrier_init(&barriers.q_full[g], kWarpSize);
+      mbarrier_init(&barriers.q_empty[g], T::kGroupThreads);
     }
     for (int stage = 0; stage < T::kStages; ++stage) {
       mbarrier_init(&barriers.k_full[stage], 1);

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Build, test, sanitize and time the kernels on a machine with one Hopper GPU, in one go, within about four minutes.
 # A step that fails does not stop the rest; results and logs go to OUT (default build/gpu-session).
-#   STEPS="build test bench memcheck synccheck racecheck profile"   SANITIZE="test files to watch"   SANITIZE_S=170
+#   STEPS="build test bench memcheck synccheck racecheck profile"   SANITIZE="test files to watch"   SANITIZE_K="pytest -k"   SANITIZE_S=170
 #   COMMIT=what to record where there is no git   BENCH_FLAGS="--variants"
 set -u
 cd "$(dirname "$0")/../.."
@@ -40,7 +40,7 @@ for part in $steps; do
       log=$out/$part/$(basename "$file" .py).log
       (
         timeout "${SANITIZE_S:-170}" compute-sanitizer --tool "$part" --error-exitcode 9 --kernel-name kns=rorqual \
-          $pytest -k "not very_long" "$file" >"$log" 2>&1
+          $pytest -k "${SANITIZE_K:-not very_long}" "$file" >"$log" 2>&1
         echo "exit $?" >>"$log"
       ) &
     done
