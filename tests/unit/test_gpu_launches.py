@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from executor.gpu.weights import GpuDense, load_gpu_weights
 from executor.model.config import parse_config
 from executor.weights.random_weights import RandomWeights
 from rorqual.kernels import linear
-from rorqual.kernels.abi import Launch, OwnPointer, RunLayersArgs
+from rorqual.kernels.abi import Launch, OwnPointer, RunLayersArgs, StreamWaitArgs
 from rorqual.kernels.loader import KernelLibrary
 from rorqual.kernels.prefill import plan_prefill
 from tests.golden.checkpoints import V2, V3
@@ -101,7 +103,7 @@ def test_repeated_launches_are_what_each_layer_would_make(
     for i, cache in enumerate(caches):
         model._launches = LayerLaunches(plain, OwnTensors([[]] * 5), i)
         model._attention_part(i, num_decode, num_rows, chunks, cache)
-        model._feed_forward(i, num_rows)
+        model._feed_forward(i, num_rows, is_decode=not with_chunks)
     assert len(recorded.calls) > 5 * 10
     assert recorded.calls == plain.calls
     if with_chunks:  # a second step of these sizes records nothing
@@ -136,3 +138,30 @@ def test_products_of_cublas_are_recorded_too(monkeypatch: pytest.MonkeyPatch) ->
         added = [args for name, args in library.calls if name == "rorqual_gemm" and args["weight"] == down.data_ptr()]
         assert [args["beta"] for args in added] == [1.0]
     assert library.num_runs == 3
+
+
+class FakeSideStream:
+    @contextmanager
+    def launched(self, launches: LayerLaunches) -> Iterator[None]:
+        launches.call("rorqual_stream_wait", StreamWaitArgs(event=1, other=2), 0)
+        yield
+
+    def join(self, launches: LayerLaunches) -> None:
+        launches.call("rorqual_stream_wait", StreamWaitArgs(event=3), 2)
+
+
+def test_shared_experts_run_beside_the_router_of_a_decode_step() -> None:
+    config = parse_config(V2 | SIZES | V2_LITE | {"num_hidden_layers": 3, "first_k_dense_replace": 1}, "test")
+    source = RandomWeights(config, seed=3, dtype=torch.bfloat16, device=torch.device("cpu"))
+    model = GpuModel(
+        load_gpu_weights(source, 256), max_decode_rows=4, max_rows=64, max_keys=128, max_blocks=4, deterministic=False
+    )
+    model._library = library = RecordingLibrary()
+    model._side = FakeSideStream()  # type: ignore[assignment]
+    model.forward(3, None, [torch.zeros(8, 64, 576, dtype=torch.bfloat16) for _ in range(3)])
+    names = [name.removeprefix("rorqual_") for name, _ in library.calls]
+    first, second, third, fourth = (i for i, name in enumerate(names) if name == "stream_wait")
+    assert names[first : second + 2] == names[third : fourth + 2]
+    shared = ["stream_wait", "linear", "linear"]
+    routed = ["linear", "moe_route", "experts_plan", "experts_gate_up", "experts_down"]
+    assert names[first : second + 2] == [*shared, *routed, "stream_wait", "experts_combine"]
