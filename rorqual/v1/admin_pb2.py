@@ -26,7 +26,7 @@ from rorqual.v1 import common_pb2 as rorqual_dot_v1_dot_common__pb2
 from rorqual.v1 import executor_pb2 as rorqual_dot_v1_dot_executor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16rorqual/v1/admin.proto\x12\nrorqual.v1\x1a\x17rorqual/v1/common.proto\x1a\x19rorqual/v1/executor.proto\"\x16\n\x14ListExecutorsRequest\"D\n\x15ListExecutorsResponse\x12+\n\texecutors\x18\x01 \x03(\x0b\x32\x18.rorqual.v1.ExecutorInfo\"\xed\x02\n\x0c\x45xecutorInfo\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\t\x12&\n\x06\x64\x65vice\x18\x02 \x01(\x0b\x32\x16.rorqual.v1.DeviceInfo\x12$\n\x05model\x18\x03 \x01(\x0b\x32\x15.rorqual.v1.ModelInfo\x12,\n\x0c\x63\x61\x63he_groups\x18\x04 \x03(\x0b\x32\x16.rorqual.v1.CacheGroup\x12(\n\x06memory\x18\x05 \x01(\x0b\x32\x18.rorqual.v1.MemoryLedger\x12\x14\n\x0cmax_num_seqs\x18\x06 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x07 \x01(\r\x12\x13\n\x0bnum_running\x18\x08 \x01(\r\x12\x18\n\x10num_total_blocks\x18\t \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\n \x01(\r\x12$\n\x1cnum_granted_unwritten_blocks\x18\x0b \x01(\r2d\n\x0c\x41\x64minService\x12T\n\rListExecutors\x12 .rorqual.v1.ListExecutorsRequest\x1a!.rorqual.v1.ListExecutorsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16rorqual/v1/admin.proto\x12\nrorqual.v1\x1a\x17rorqual/v1/common.proto\x1a\x19rorqual/v1/executor.proto\"\x16\n\x14ListExecutorsRequest\"D\n\x15ListExecutorsResponse\x12+\n\texecutors\x18\x01 \x03(\x0b\x32\x18.rorqual.v1.ExecutorInfo\"\x88\x03\n\x0c\x45xecutorInfo\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\t\x12&\n\x06\x64\x65vice\x18\x02 \x01(\x0b\x32\x16.rorqual.v1.DeviceInfo\x12$\n\x05model\x18\x03 \x01(\x0b\x32\x15.rorqual.v1.ModelInfo\x12,\n\x0c\x63\x61\x63he_groups\x18\x04 \x03(\x0b\x32\x16.rorqual.v1.CacheGroup\x12(\n\x06memory\x18\x05 \x01(\x0b\x32\x18.rorqual.v1.MemoryLedger\x12\x14\n\x0cmax_num_seqs\x18\x06 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x07 \x01(\r\x12\x13\n\x0bnum_running\x18\x08 \x01(\r\x12\x18\n\x10num_total_blocks\x18\t \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\n \x01(\r\x12$\n\x1cnum_granted_unwritten_blocks\x18\x0b \x01(\r\x12\x19\n\x11group_free_blocks\x18\x0c \x03(\r2d\n\x0c\x41\x64minService\x12T\n\rListExecutors\x12 .rorqual.v1.ListExecutorsRequest\x1a!.rorqual.v1.ListExecutorsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,7 +38,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTEXECUTORSRESPONSE']._serialized_start=114
   _globals['_LISTEXECUTORSRESPONSE']._serialized_end=182
   _globals['_EXECUTORINFO']._serialized_start=185
-  _globals['_EXECUTORINFO']._serialized_end=550
-  _globals['_ADMINSERVICE']._serialized_start=552
-  _globals['_ADMINSERVICE']._serialized_end=652
+  _globals['_EXECUTORINFO']._serialized_end=577
+  _globals['_ADMINSERVICE']._serialized_start=579
+  _globals['_ADMINSERVICE']._serialized_end=679
 # @@protoc_insertion_point(module_scope)

@@ -19,7 +19,7 @@ class ListExecutorsResponse(_message.Message):
     def __init__(self, executors: _Optional[_Iterable[_Union[ExecutorInfo, _Mapping]]] = ...) -> None: ...
 
 class ExecutorInfo(_message.Message):
-    __slots__ = ("executor_id", "device", "model", "cache_groups", "memory", "max_num_seqs", "max_num_batched_tokens", "num_running", "num_total_blocks", "num_free_blocks", "num_granted_unwritten_blocks")
+    __slots__ = ("executor_id", "device", "model", "cache_groups", "memory", "max_num_seqs", "max_num_batched_tokens", "num_running", "num_total_blocks", "num_free_blocks", "num_granted_unwritten_blocks", "group_free_blocks")
     EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class ExecutorInfo(_message.Message):
     NUM_TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_GRANTED_UNWRITTEN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     executor_id: str
     device: _executor_pb2.DeviceInfo
     model: _common_pb2.ModelInfo
@@ -42,4 +43,5 @@ class ExecutorInfo(_message.Message):
     num_total_blocks: int
     num_free_blocks: int
     num_granted_unwritten_blocks: int
-    def __init__(self, executor_id: _Optional[str] = ..., device: _Optional[_Union[_executor_pb2.DeviceInfo, _Mapping]] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., cache_groups: _Optional[_Iterable[_Union[_executor_pb2.CacheGroup, _Mapping]]] = ..., memory: _Optional[_Union[_executor_pb2.MemoryLedger, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_granted_unwritten_blocks: _Optional[int] = ...) -> None: ...
+    group_free_blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, executor_id: _Optional[str] = ..., device: _Optional[_Union[_executor_pb2.DeviceInfo, _Mapping]] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., cache_groups: _Optional[_Iterable[_Union[_executor_pb2.CacheGroup, _Mapping]]] = ..., memory: _Optional[_Union[_executor_pb2.MemoryLedger, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_granted_unwritten_blocks: _Optional[int] = ..., group_free_blocks: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -31,6 +31,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                     num_total_blocks=state.cache.num_blocks,
                     num_free_blocks=state.cache.num_free,
                     num_granted_unwritten_blocks=state.num_granted_unwritten,
+                    group_free_blocks=[group.pool.num_free for group in state.cache.groups],
                 )
                 for hello, state in self._engine.executors()
             ]

@@ -366,7 +366,7 @@ class ExecutorState:
             self._orders.append(Extend(seq.seq_id, new, seq.limit))
 
     def is_urgent(self, seq: Sequence) -> bool:
-        return policy.is_urgent(seq.num_tokens, seq.limit, self._ahead)
+        return policy.is_urgent(seq.num_tokens, len(seq.tables[self._lead]) * BLOCK_SIZE, self._ahead)
 
     def worst(self) -> Sequence | None:
         """Whom preemption takes first: the newest of the lowest priority."""

@@ -52,27 +52,22 @@ class CacheGroup:
 class BoundedGroup(CacheGroup):
     """A group of which a running sequence needs a bounded part: a window, or a state (whose window is 0 tokens).
 
-    `quota` blocks let a sequence go on: its window, the block being written, and one more ahead; or its slots and a
-    snapshot. `charged` is the sum over running sequences of what each holds, or of its quota where that is more; it
-    never exceeds the pool. Shared blocks count for each of their users, so that much is free whoever leaves first.
+    `charged` is the sum over running sequences of what each holds, or of its quota where that is more; it never exceeds
+    the pool. Shared blocks count for each of their users, so that much is free whoever leaves first.
     """
 
-    __slots__ = ("charged", "group_idx", "quota", "window")
+    __slots__ = ("_spec", "charged", "group_idx", "window")
 
     def __init__(self, group_idx: int, spec: GroupSpec) -> None:
         super().__init__(spec)
         self.group_idx = group_idx
         self.window = spec.window
-        self.quota = quota_of(spec)
         self.charged = 0
-
-    def quota_for(self, max_blocks: int) -> int:
-        """`quota`, or less for a history that never has more than `max_blocks` blocks."""
-        return self.quota if self.num_slots else min(self.quota, max_blocks)
+        self._spec = spec
 
     def num_short(self, max_blocks: int) -> int:
         """Blocks that are lacking to set aside what one more sequence needs; none if not above 0."""
-        return self.charged + self.quota_for(max_blocks) - self.pool.num_blocks
+        return self.charged + quota_of(self._spec, max_blocks) - self.pool.num_blocks
 
     def longest_hit(self, hashes: Sequence[bytes], num_blocks: int, unit: int) -> int:
         """The longest prefix of at most `num_blocks` blocks, a multiple of `unit`, that can be taken up here."""
@@ -92,7 +87,7 @@ class BoundedGroup(CacheGroup):
         )
         start = num_cached // self.span - len(shared)
         table = self.pool.allocate(self.num_slots) + [NO_BLOCK] * start + shared
-        share = Share(self, table, start, self.num_slots + len(shared), self.quota_for(max_blocks))
+        share = Share(self, table, start, self.num_slots + len(shared), quota_of(self._spec, max_blocks))
         self.charged += share.charge
         return share
 
@@ -173,9 +168,12 @@ class Share:
         self.group.charged += self.charge - before
 
 
-def quota_of(spec: GroupSpec) -> int:
-    """Blocks of a bounded group that let one sequence go on without a pause."""
-    return spec.slots_per_sequence + 1 if spec.slots_per_sequence else blocks_for(spec.window) + 2
+def quota_of(spec: GroupSpec, max_blocks: int) -> int:
+    """Blocks of a bounded group that let a history of at most `max_blocks` blocks go on without a pause.
+
+    Its slots and a snapshot; or its window, the block being written, and one more ahead.
+    """
+    return spec.slots_per_sequence + 1 if spec.slots_per_sequence else min(blocks_for(spec.window) + 2, max_blocks)
 
 
 class KvCache:

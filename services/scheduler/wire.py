@@ -264,9 +264,7 @@ def _groups(hello: executor_pb2.Hello) -> tuple[GroupSpec, ...]:
             _require_hello(group.block_size == multiple > 1, "cache_groups.block_size", rule)
         else:
             _require_hello(group.block_size == BLOCK_SIZE, "cache_groups.block_size", f"must be {BLOCK_SIZE}")
-        least = 1
-        if spec.is_bounded:
-            least = min(quota_of(spec), max(blocks_for(hello.model.max_model_len), 1 + group.slots_per_sequence))
+        least = quota_of(spec, blocks_for(hello.model.max_model_len)) if spec.is_bounded else 1
         _require_hello(group.num_blocks >= least, "cache_groups.num_blocks", f"must be at least {least}")
         specs.append(spec)
     if all(spec.is_bounded for spec in specs):

@@ -13,6 +13,7 @@ import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from executor.sim.device import SimConfig, SimExecutor, expected_tokens
+from executor.sim.memory import SimGroup
 from rorqual.core.config import SchedulerConfig, TelemetryConfig
 from rorqual.core.errors import RorqualError
 from rorqual.core.token_ids import pack_token_ids, unpack_token_ids
@@ -621,3 +622,23 @@ async def test_list_executors_tells_where_memory_went_and_what_is_free(stack: St
     await stack.until(lambda i: i.num_executors == 1)
     (left,) = (await admin.ListExecutors(admin_pb2.ListExecutorsRequest())).executors
     assert left.executor_id == "sim-1"
+
+
+async def test_three_kinds_of_cache_groups_on_one_link(stack: Stack) -> None:
+    groups = (
+        SimGroup(name="window", num_blocks=90, window=130),
+        SimGroup(name="state", num_blocks=40, slots_per_sequence=2, prefix_multiple=128),
+    )
+    await stack.executor(num_blocks=100, max_num_seqs=8, max_num_batched_tokens=400, more_groups=groups)
+    requests = [request(num_prompt=n, max_tokens=150, seed=n % 3) for n in (700, 300, 520, 710, 90, 300)]
+    answers = await asyncio.gather(*(collect(stack.stub.Generate(one)) for one in requests))
+    assert [tokens for tokens, _, _ in answers] == [alone(one) for one in requests]
+    again = request(num_prompt=710, seed=710 % 3)
+    tokens, _, finished = await collect(stack.stub.Generate(again))
+    assert tokens == alone(again)
+    assert finished.num_cached_tokens in {128 * n for n in range(1, 6)}
+    await stack.all_blocks_return()
+    admin = admin_pb2_grpc.AdminServiceStub(stack.channel)
+    (info,) = (await admin.ListExecutors(admin_pb2.ListExecutorsRequest())).executors
+    assert [group.name for group in info.cache_groups] == ["mla", "window", "state"]
+    assert list(info.group_free_blocks) == [100, 90, 40]

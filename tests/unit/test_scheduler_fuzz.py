@@ -19,7 +19,7 @@ from services.scheduler.kv_cache import BoundedGroup, KvCache, Share
 from services.scheduler.orders import Prefill
 from services.scheduler.placement import cheapest_of
 from services.scheduler.sequence import Sequence
-from tests.support.sim_world import World, random_action, random_run
+from tests.support.sim_world import World, random_action, random_groups, random_run
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
@@ -27,7 +27,14 @@ from tests.support.sim_world import World, random_action, random_run
 def test_any_short_history(rng: random.Random) -> None:
     """Sizes and order are hypothesis' own, so that a failure shrinks to a few actions."""
     world = World(rng, CoreConfig(max_queue_len=20))
-    config = SimConfig(num_blocks=8, max_num_seqs=3, max_num_batched_tokens=131, max_model_len=400, vocab_size=97)
+    config = SimConfig(
+        num_blocks=8,
+        max_num_seqs=3,
+        max_num_batched_tokens=131,
+        max_model_len=400,
+        vocab_size=97,
+        more_groups=random_groups(rng),
+    )
     world.connect(SimExecutor(config))
     spare = [SimExecutor(SimConfig(**{**vars(config), "executor_id": "sim-1"}))]
     for _ in range(40):
