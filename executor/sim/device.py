@@ -211,6 +211,9 @@ class SimExecutor:
                     self._retire(order.drop.seq_id, poison=True)
             elif kind == "label":
                 self._label(order.label.blocks)
+            elif kind == "copy":
+                copy = order.copy
+                self.memory[copy.group_idx].copy(copy.src_block_id, copy.dst_block_id, copy.num_tokens)
             else:
                 raise ContractError(f"unknown order {kind}")
         self._last_batch_id = batch.batch_id
@@ -232,7 +235,11 @@ class SimExecutor:
         if not admit.sampling.HasField("seed"):
             raise ContractError("a sequence without a seed")
         ids = self._by_group(admit.block_tables)
-        tables = [m.admit(admit.seq_id, ids[i], admit.num_cached_tokens) for i, m in enumerate(self.memory)]
+        num_copied = admit.num_cached_tokens % BLOCK_SIZE  # by the orders that follow
+        if num_copied and (self.config.deterministic or admit.num_cached_tokens != admit.num_tokens - 1):
+            raise ContractError(f"{admit.num_cached_tokens} tokens are cached, which is no block's edge")
+        num_shared = admit.num_cached_tokens - num_copied
+        tables = [m.admit(admit.seq_id, ids[i], num_shared) for i, m in enumerate(self.memory)]
         if self.memory[0].num_covered(tables[0]) < admit.num_tokens:
             raise ContractError("the table does not hold the history")
         self._check_limit(tables, admit.limit)
@@ -267,7 +274,8 @@ class SimExecutor:
             raise ContractError(f"a chunk of {chunk.end - chunk.start} tokens; {self.room} always fit")
         seq = self.sequences.get(chunk.seq_id)
         if seq is not None:
-            if chunk.start % BLOCK_SIZE or (chunk.end % BLOCK_SIZE and chunk.end != seq.admit.num_tokens):
+            starts_at_edge = chunk.start % BLOCK_SIZE == 0 or chunk.start == seq.admit.num_cached_tokens
+            if not starts_at_edge or (chunk.end % BLOCK_SIZE and chunk.end != seq.admit.num_tokens):
                 raise ContractError(f"chunk [{chunk.start}, {chunk.end}) has an edge inside a block")
             if chunk.end > seq.admit.num_tokens:
                 raise ContractError("a chunk beyond the history")

@@ -178,6 +178,17 @@ class GroupMemory:
             else:
                 self._put(table.ids[at], 4 * (start % entry_tokens), part)
 
+    def copy(self, src: int, dst: int, num_tokens: int) -> None:
+        """The first slots of a block into one that a single sequence was handed."""
+        if not self.group.keeps_all or num_tokens >= BLOCK_SIZE:
+            raise ContractError(f"{self.group.name}: {num_tokens} tokens may not be copied")
+        if self._users[dst] != 1 or dst in self.labels:
+            raise ContractError(f"{self.group.name}: a copy into block {dst}, which is shared or nobody's")
+        part = bytes(self.blocks[src][: 4 * num_tokens])
+        if any(part[at : at + 4] == POISON for at in range(0, len(part), 4)):
+            raise ContractError(f"{self.group.name}: a copy of block {src}, not all of which was written")
+        self._put(dst, 0, part)
+
     def scribble(self, table: Table, position: int) -> None:
         """A rejected draft was computed at `position`: nobody may read what it left there, or in the other slots."""
         if not self.group.slots_per_sequence:

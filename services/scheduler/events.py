@@ -13,6 +13,7 @@ class Request:
 
     request_id: str
     choice_index: int = 0
+    num_choices: int = 1
     attempt: int = 0
     num_prompt_tokens: int
     max_tokens: int | None = None

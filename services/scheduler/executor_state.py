@@ -10,7 +10,7 @@ from rorqual.core.blocks import BLOCK_SIZE, NO_BLOCK
 from . import policy
 from .events import ExecutorSpec, ModelSpec, Reported
 from .kv_cache import KvCache, blocks_for, num_covered, reach
-from .orders import Admit, Drop, Extend, Label, Order, Prefill
+from .orders import Admit, Copy, Drop, Extend, Label, Order, Prefill
 from .prefill_queue import PrefillQueue
 from .sequence import NEVER, Sequence, State
 from .validation import Capacity
@@ -24,6 +24,9 @@ class Plan:
     num_sharable_blocks: int  # that could have been cached
     follow: bytes | None
     cost: int
+    copy_from: Sequence | None = (
+        None  # a sibling whose block after the cached ones has all of the prompt but its last token
+    )
 
 
 class ExecutorState:
@@ -44,6 +47,7 @@ class ExecutorState:
         "_outstanding",
         "_prefill",
         "_round_trip_us",
+        "_siblings",
         "_step_time_us",
         "_unacknowledged",
         "cache",
@@ -92,6 +96,7 @@ class ExecutorState:
         self._by_hash_followers: dict[bytes, list[Sequence]] = {}
         self._computing: dict[bytes, Sequence] = {}  # blocks that chunks will complete, and whose they are
         self._prefill = PrefillQueue()
+        self._siblings: dict[str, Sequence] = {}  # request id -> the first of its several choices that runs here
         self._num_prefilling: Counter[int] = (
             Counter()
         )  # sequences with history still to be cut into chunks, by priority
@@ -136,7 +141,29 @@ class ExecutorState:
             return Plan(matched, most, seq.hashes[wanted - 1], self._cost(seq, wanted))
         if self._num_short(seq, matched) > 0:
             return None
-        return Plan(matched, most, None, self._cost(seq, matched))
+        copy_from = self._copy_source(seq, matched)
+        cost = self._cost(seq, matched) if copy_from is None else self.load() + 1
+        return Plan(matched, most, None, cost, copy_from)
+
+    def _copy_source(self, seq: Sequence, num_matched: int) -> Sequence | None:
+        """The sibling of `seq`, a prompt, from which the block after the matched ones is copied but for the last token.
+
+        Not where chunks begin at fixed positions, nor where more than blocks by position belongs to a prefix.
+        """
+        request = seq.request
+        if request.num_choices < 2 or self.model.deterministic or self.cache.bounded:
+            return None
+        sibling, num_copied = self._siblings.get(request.request_id), seq.num_tokens - 1 - num_matched * BLOCK_SIZE
+        if (
+            sibling is not None
+            and not seq.needs_all_logits
+            and num_copied < BLOCK_SIZE
+            and policy.is_worth_copying(num_copied)
+            and seq.num_tokens == request.num_prompt_tokens <= sibling.num_computed
+            and sibling.history[: len(seq.history)] == seq.history
+        ):
+            return sibling
+        return None
 
     def fits(self, seq: Sequence) -> bool:
         """Whether `seq` could run here to its end, were it alone."""
@@ -181,8 +208,8 @@ class ExecutorState:
     @staticmethod
     def _num_sharable(seq: Sequence) -> int:
         """Leading blocks that `seq` could take from the cache: at least one token is left to compute."""
-        if seq.request.wants_prompt_logprobs and not seq.prompt_logprobs_delivered:
-            return 0  # every position's logits are wanted
+        if seq.needs_all_logits:
+            return 0
         return (seq.num_tokens - 1) // BLOCK_SIZE
 
     def _cost(self, seq: Sequence, num_cached_blocks: int) -> int:
@@ -241,7 +268,7 @@ class ExecutorState:
         seq.seq_id = seq_id
         seq.tables, seq.shares = tables, shares
         seq.prefill_end = seq.num_tokens
-        seq.num_sent = seq.num_computed = num_cached * BLOCK_SIZE
+        seq.num_sent = seq.num_computed = seq.num_tokens - 1 if plan.copy_from else num_cached * BLOCK_SIZE
         seq.num_labelled = seq.num_own_from = num_cached
         self._set_limit(seq, ahead)
         self.sequences[seq_id] = seq
@@ -270,6 +297,12 @@ class ExecutorState:
                 trace=request.trace,
             )
         )
+        if plan.copy_from is not None:
+            num_copied = seq.num_computed - num_cached * BLOCK_SIZE
+            for group_idx, (theirs, ours) in enumerate(zip(plan.copy_from.tables, tables, strict=True)):
+                self._orders.append(Copy(group_idx, theirs[num_cached], ours[num_cached], num_copied))
+        if request.num_choices > 1:
+            self._siblings.setdefault(request.request_id, seq)
         for share in shares:
             share.give_back(seq.num_computed)  # a snapshot is restored when the order is applied
 
@@ -455,6 +488,8 @@ class ExecutorState:
         seq.num_ahead = 0
         self.cache.release(seq.tables, seq.shares)
         self.hungry.pop(seq.seq_id, None)
+        if self._siblings.get(seq.request.request_id) is seq:
+            del self._siblings[seq.request.request_id]
         del self.sequences[seq.seq_id]
         self.num_running -= 1
         self._num_by_priority[seq.request.priority] -= 1
@@ -535,4 +570,5 @@ class ExecutorState:
             now_ahead = num_granted - blocks_for(seq.num_tokens)
             assert now_ahead <= seq.num_ahead <= now_ahead + 1 + self.spec.num_draft_tokens // BLOCK_SIZE
         assert {s.seq_id for s in self._computing.values()} <= {s.seq_id for s in running}
+        assert {s.seq_id for s in self._siblings.values()} <= {s.seq_id for s in running}
         assert self.hungry.keys() <= {s.seq_id for s in running}

@@ -31,6 +31,16 @@ class Admit:
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """The first slots of a block into another, which was handed to a sequence by the Admit before."""
+
+    group_idx: int
+    src_block_id: int
+    dst_block_id: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Prefill:
     """Compute token positions [start, end)."""
 
@@ -65,4 +75,4 @@ class Label:
     hashes: list[bytes]
 
 
-Order: TypeAlias = Admit | Prefill | Extend | Drop | Label
+Order: TypeAlias = Admit | Copy | Prefill | Extend | Drop | Label

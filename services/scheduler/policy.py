@@ -15,6 +15,7 @@ _LATEST_RETRY_S = 60
 _LEAST_AHEAD = BLOCK_SIZE // 2
 _MOST_AHEAD = 8 * BLOCK_SIZE
 _RUNNING_TOKENS = 16
+_FEWEST_COPIED = 8
 
 
 def cut_chunk(start: int, history_end: int, room: int) -> int:
@@ -82,6 +83,16 @@ def readmission_headroom(num_blocks: int) -> int:
     Without it the one that displaced it grows a block and displaces it again, a whole prefill for nothing.
     """
     return num_blocks // 8
+
+
+def is_worth_copying(num_tokens: int) -> bool:
+    """Whether so many tokens of a block are copied from a sibling's rather than computed again.
+
+    Measured on an H200 (DeepSeek-V2-Lite's shape), a prompt token costs 4.2 us beside others, so a block up to 270 us; a
+    copy through all layers is one launch of some 10 us. Where a sibling would have to wait for the copy it computes: a
+    step takes milliseconds.
+    """
+    return num_tokens >= _FEWEST_COPIED
 
 
 def retry_after_s(wait_s: float) -> int:

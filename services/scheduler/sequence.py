@@ -133,6 +133,11 @@ class Sequence:
         """History positions still to be cut into chunks."""
         return self.prefill_end - self.num_sent
 
+    @property
+    def needs_all_logits(self) -> bool:
+        """Whether every position of the prompt must be computed, for its log-probabilities."""
+        return self.request.wants_prompt_logprobs and not self.prompt_logprobs_delivered
+
     def last_token(self) -> int:
         return int.from_bytes(self.history[-4:], "little")
 

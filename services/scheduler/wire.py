@@ -15,7 +15,7 @@ from rorqual.v1 import common_pb2, executor_pb2, generation_pb2
 
 from .events import ExecutorSpec, GroupSpec, InventoryBlock, ModelSpec, Reported, Request
 from .kv_cache import blocks_for, quota_of
-from .orders import Admit, BlockTables, Drop, Extend, Label, Order, Prefill
+from .orders import Admit, BlockTables, Copy, Drop, Extend, Label, Order, Prefill
 from .policy import chunk_room
 from .stream_events import StreamEvent, StreamFailed, StreamFinished, StreamStarted, StreamTokens
 
@@ -65,6 +65,7 @@ def request_from_proto(
     return Request(
         request_id=proto.request_id,
         choice_index=proto.choice_index,
+        num_choices=num_choices,
         attempt=proto.attempt,
         num_prompt_tokens=proto.num_prompt_tokens,
         max_tokens=max_tokens,
@@ -348,6 +349,10 @@ def fill_batch(out: executor_pb2.OrderBatch, batch_id: int, orders: Iterable[Ord
             prefill = add().prefill
             prefill.seq_id, prefill.start, prefill.end = order.seq_id, order.start, order.end
             prefill.token_ids = order.token_ids
+        elif isinstance(order, Copy):
+            copy = add().copy
+            copy.group_idx, copy.num_tokens = order.group_idx, order.num_tokens
+            copy.src_block_id, copy.dst_block_id = order.src_block_id, order.dst_block_id
         elif isinstance(order, Drop):
             add().drop.seq_id = order.seq_id
         else:

@@ -115,7 +115,7 @@ class World:
             prompt += prefix if rng.random() < 0.7 else prefix[: rng.randrange(1, len(prefix))]
         prompt += [rng.randrange(self.vocab_size) for _ in range(rng.choice((0, 1, 5, 63, 64, 65, 150)))]
         prompt = prompt or [1]
-        num_choices = rng.choice((1, 1, 1, 1, 3))
+        num_choices = rng.choice((1, 1, 1, 3))
         sampling = common_pb2.SamplingParams(seed=rng.randrange(4))
         if rng.random() < 0.4:
             sampling.stop_token_ids.extend({rng.randrange(self.vocab_size), rng.randrange(self.vocab_size)})
@@ -140,6 +140,8 @@ class World:
         )
         if rng.random() < 0.9:
             proto.max_tokens = max(sampling.min_tokens, rng.choice((0, 1, 2, 30, 64, 100, 200, 400)))
+        if num_choices > 1 and rng.random() < 0.7:
+            proto.max_tokens = 200  # so that the first still runs when the others come
         if rng.random() < 0.1:
             proto.time_left_us = rng.randrange(1, 400_000)
         clients = []

@@ -25,7 +25,7 @@ from services.scheduler import policy
 from services.scheduler.core import CoreConfig
 from services.scheduler.events import Event, ExecutorConnected, Open
 from services.scheduler.executor_state import ExecutorState
-from services.scheduler.orders import Admit, Drop, Extend, Label, Order, Prefill
+from services.scheduler.orders import Admit, Copy, Drop, Extend, Label, Order, Prefill
 from services.scheduler.stream_events import FinishReason, StreamAdmitted, StreamFinished, StreamTokens
 from services.scheduler.wire import reported_from_proto, request_from_proto, spec_from_hello
 from tests.support.sim_world import Client, Link, World, random_run
@@ -228,9 +228,59 @@ def test_without_prefix_caching_only_choices_share() -> None:
     world, link = make_world(CoreConfig(enable_prefix_caching=False))
     for request_id in ("a", "b"):
         for i in range(2):
-            world.open(make_proto(200, request_id=request_id, choice_index=i, num_choices=2))
+            world.open(make_proto(230, request_id=request_id, choice_index=i, num_choices=2))
         world.run_to_end()
-    assert link.sim.num_computed_tokens == 2 * (200 + 8)
+    assert link.sim.num_computed_tokens == 2 * (230 + 1)
+
+
+def test_a_sibling_gets_a_copy_of_the_last_block_but_for_a_token() -> None:
+    world, link = make_world()
+    clients = [world.open(make_proto(230, choice_index=i, num_choices=4)) for i in range(4)]
+    turn(world, link)
+    sent = turn(world, link)
+    admits, copies = of(Admit, sent), of(Copy, sent)
+    assert [admit.num_cached_tokens for admit in admits] == [229] * 3
+    assert [chunk.start for chunk in of(Prefill, sent)] == [229] * 3
+    executor = world.core.executor(link.link_id)
+    assert executor is not None
+    source = next(seq for seq in executor.sequences.values() if seq.request.choice_index == 0)
+    assert copies == [Copy(0, source.tables[0][3], admit.block_tables[0][3], 37) for admit in admits]
+    world.run_to_end()
+    assert len({tuple(client.tokens) for client in clients}) == 4
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "num_computed", "sim"),
+    [
+        (250, 250 + 3, {}),
+        (192, 192 + 3, {}),  # of a full block all but the last token
+        (193, 193 + 3, {}),  # nothing to copy: the last token has a block of its own
+        (199, 199 + 3 * 7, {}),  # too little to be worth it
+        (250, 250 + 3 * 58, {"deterministic": True}),  # chunks begin at fixed positions
+        (50, 4 * 50, {}),  # no full block to wait for: at once
+    ],
+)
+def test_siblings_copy_or_compute_what_is_cheaper(num_prompt: int, num_computed: int, sim: dict[str, Any]) -> None:
+    world, link = make_world(**sim)
+    for i in range(4):
+        world.open(make_proto(num_prompt, choice_index=i, num_choices=4))
+    world.run_to_end()
+    assert link.sim.num_computed_tokens == num_computed
+
+
+def test_nothing_is_copied_from_a_sibling_that_has_ended_or_wants_other_things() -> None:
+    world, link = make_world(max_num_seqs=1)
+    for i in range(2):
+        world.open(make_proto(250, choice_index=i, num_choices=2, max_tokens=3))
+    world.run_to_end()
+    assert link.sim.num_computed_tokens == 250 + 58
+    for num_prompt in (250, 50):
+        world, link = make_world()
+        world.open(make_proto(num_prompt, num_choices=2, sampling={"prompt_logprobs": 0}))
+        turn(world, link)
+        world.open(make_proto(num_prompt, choice_index=1, num_choices=2, sampling={"prompt_logprobs": 0}))
+        world.run_to_end()
+        assert link.sim.num_computed_tokens == 2 * num_prompt
 
 
 def test_known_tokens_travel_only_with_penalties() -> None:

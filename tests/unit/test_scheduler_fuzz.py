@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from executor.sim.memory import DRAFT, GroupMemory
 from services.scheduler.core import CoreConfig, SchedulerCore
 from services.scheduler.executor_state import ExecutorState
 from services.scheduler.kv_cache import BoundedGroup, KvCache, Share
-from services.scheduler.orders import Prefill
+from services.scheduler.orders import Copy, Prefill
 from services.scheduler.placement import cheapest_of
 from services.scheduler.sequence import Sequence
 from tests.support.sim_world import World, random_action, random_groups, random_run
@@ -200,6 +201,51 @@ def _keep_labels_of_written_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockPool, "_forget", forget)
 
 
+def _copy_a_token_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a sibling's block one token of the prompt is left out."""
+    original = ExecutorState.admit
+
+    def admit(self: ExecutorState, *args: Any) -> None:
+        original(self, *args)
+        self._orders = [
+            replace(order, num_tokens=order.num_tokens - 1) if isinstance(order, Copy) else order
+            for order in self._orders
+        ]
+
+    monkeypatch.setattr(ExecutorState, "admit", admit)
+
+
+def _copy_before_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sibling's block is copied as soon as its chunk is sent."""
+    original = ExecutorState._copy_source
+
+    def copy_source(self: ExecutorState, seq: Sequence, num_matched: int) -> Sequence | None:
+        sibling = self._siblings.get(seq.request.request_id)
+        if sibling is None:
+            return None
+        before, sibling.num_computed = sibling.num_computed, max(sibling.num_computed, sibling.num_sent)
+        try:
+            return original(self, seq, num_matched)
+        finally:
+            sibling.num_computed = before
+
+    monkeypatch.setattr(ExecutorState, "_copy_source", copy_source)
+
+
+def _copy_from_one_that_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sibling that has ended still counts as a source."""
+    original = ExecutorState.leave
+
+    def leave(self: ExecutorState, seq: Sequence) -> None:
+        request_id = seq.request.request_id
+        is_first = self._siblings.get(request_id) is seq
+        original(self, seq)
+        if is_first:
+            self._siblings[request_id] = seq
+
+    monkeypatch.setattr(ExecutorState, "leave", leave)
+
+
 def _place_without_asking_whether_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A history goes to an executor that is too small for it, or takes no grammars."""
     monkeypatch.setattr(ExecutorState, "fits", lambda _self, _seq: True)
@@ -326,6 +372,9 @@ def _keep_rejected_drafts_in_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
         _write_snapshots_late,
         _keep_rejected_drafts_in_the_state,
         _place_without_asking_whether_it_fits,
+        _copy_a_token_less,
+        _copy_before_it_is_computed,
+        _copy_from_one_that_has_left,
     ],
 )
 def test_planted_faults_are_caught(
