@@ -160,6 +160,7 @@ async def detokenize(context: GatewayContext, exchange: Exchange) -> None:
     with operation(context, exchange, "detokenize") as span:
         body, unknown = DETOKENIZE_READER.read(await exchange.body(context.config.max_body_bytes))
         begin(context, exchange, span, body.model, unknown)
+        exchange.errors = replace(exchange.errors, rename=lambda name: "tokens" if name == "token_ids" else name)
         replica = await context.replicas.acquire(body.model or "")
         request = text_pb2.DetokenizeRequest(model=body.model or "", token_ids=pack_token_ids(body.tokens))
         try:

@@ -119,18 +119,23 @@ class BodyReader(Generic[T]):
         self._decode: Callable[[bytes], T] = msgspec.json.Decoder(body_type).decode
         self._names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
         self._served = frozenset(body_type.__struct_encode_fields__)
+        inside = _names_inside(msgspec.inspect.type_info(body_type))
+        self._inside = {name: names for name, names in inside.items() if names is not None}
         known = {**_REFUSED, **(refused or {})} if inherit else dict(refused or {})
         self.refused = {name: values for name, values in known.items() if name not in self._served}
         self.silent = frozenset(silent) - self._served - self.refused.keys()
 
     def read(self, raw: bytes) -> tuple[T, list[str]]:
-        """The body, and the names of fields that nobody knows. Raises InvalidRequestError."""
+        """The body, and the names of fields in it, at any depth, that nobody knows. Raises InvalidRequestError."""
         try:
             if not raw.isascii():
                 raw.decode("utf-8")
             given = self._names(raw)
             unknown = [name for name in given if name not in self._served and not self._settle(name, given[name])]
-            return self._decode(raw), unknown
+            body = self._decode(raw)
+            for name in given.keys() & self._inside.keys():
+                unknown += _strangers(given[name], self._inside[name], name)
+            return body, unknown
         except UnicodeDecodeError as error:
             raise InvalidRequestError(
                 f"the body is not valid UTF-8 (byte {error.start})", reason="INVALID_JSON"
@@ -156,6 +161,49 @@ class BodyReader(Generic[T]):
         return True
 
 
+def _names_inside(kind: msgspec.inspect.Type) -> Any:
+    """What may stand inside a value of that type: names to the same of theirs, or a list of that of its items.
+
+    None where there are no names to know.
+    """
+    if isinstance(kind, msgspec.inspect.StructType):
+        return {field.encode_name: _names_inside(field.type) for field in kind.fields}
+    if isinstance(kind, msgspec.inspect.ListType):
+        item = _names_inside(kind.item_type)
+        return None if item is None else [item]
+    if isinstance(kind, msgspec.inspect.UnionType):  # of the body's unions none has two kinds of object
+        return next((inside for one in kind.types if (inside := _names_inside(one)) is not None), None)
+    return None
+
+
+def _strangers(raw: msgspec.Raw, inside: Any, here: str) -> list[str]:
+    """Names in the value of the field `here` that nobody knows, each once, as messages[].name.
+
+    A null asks for nothing. Raises InvalidRequestError for a number that no float holds, which the typed body may have
+    skipped.
+    """
+    found: dict[str, None] = {}
+
+    def look(value: Any, inside: Any, here: str) -> None:
+        if isinstance(inside, list) and isinstance(value, list):
+            for item in value:
+                look(item, inside[0], f"{here}[]")
+        elif isinstance(inside, dict) and isinstance(value, dict):
+            for name, item in value.items():
+                if name not in inside:
+                    if item is not None:
+                        found[f"{here}.{name}"] = None
+                elif inside[name] is not None and item is not None:
+                    look(item, inside[name], f"{here}.{name}")
+
+    try:
+        value = msgspec.json.decode(raw)
+    except msgspec.ValidationError as error:
+        raise invalid(here, str(error).lower()) from None
+    look(value, inside, here)
+    return list(found)
+
+
 def refuse(name: str, message: str) -> InvalidRequestError:
     """A 400 for a known field whose value is not served."""
     return InvalidRequestError(message, reason="UNSUPPORTED_FIELD", field=name)
@@ -179,7 +227,7 @@ def ignored_header(names: list[str]) -> dict[str, str]:
     """The warning header that names ignored fields; empty where there are none."""
     if not names:
         return {}
-    shown = ", ".join(quote(name[:64], safe="") or '""' for name in names[:MAX_NAMED_FIELDS])
+    shown = ", ".join(quote(name[:64], safe="[]") or '""' for name in names[:MAX_NAMED_FIELDS])
     rest = f", and {len(names) - MAX_NAMED_FIELDS} more" if len(names) > MAX_NAMED_FIELDS else ""
     return {IGNORED_HEADER: shown + rest}
 

@@ -13,6 +13,9 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from gateway.anthropic.schema import CountTokensBody, MessagesBody
+from gateway.openai.response_schema import ResponsesBody
+from gateway.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from rorqual.core.config import TokenizerConfig
 from rorqual.v1 import generation_pb2
 from services.tokenizer.app import TokenizerApp
@@ -321,6 +324,45 @@ async def test_malformed_messages_are_a_400(source: Source, path: str, messages:
     assert "messages" in error["message"]
     if isinstance(messages, list) and messages and isinstance(messages[0], dict) and "image" in str(messages):
         assert "messages[0].content[0]" in error["message"]
+
+
+BODIES = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/v1/responses": ResponsesBody,
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": CountTokensBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
+VALUES = (
+    "true", "-1", "1.5", "1e999", "NaN", "1" + "0" * 400, '""', '"\\ud800"', "[null]", '{"1":1e999}', '{"type":"x"}',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+async def test_no_value_of_any_field_brings_anything_but_an_answer_or_a_400_that_names_it(
+    source: Source, path: str
+) -> None:
+    gate = asyncio.Semaphore(16)
+
+    async def send(name: str, value: str) -> None:
+        others = {key: given for key, given in {"max_tokens": 1, **ENDPOINTS[path]}.items() if key != name}
+        if "max_tokens" not in BODIES[path].__struct_fields__:
+            others.pop("max_tokens", None)
+        raw = ",".join([f"{json.dumps(name)}:{value}", *(f'"{key}":{json.dumps(v)}' for key, v in others.items())])
+        async with gate:
+            response = await source.http.post(path, content=f"{{{raw}}}")
+        if response.status_code == 200:
+            return
+        error = check_refusal(response, path, 404 if name == "model" and response.status_code == 404 else 400)
+        told = error.get("param") or error["message"]
+        of_json = "not valid JSON" in error["message"] or "INVALID_JSON" in str(error.get("code")).upper()
+        assert of_json or name in told, (name, value, error)
+
+    async with asyncio.timeout(120):
+        names = BODIES[path].__struct_encode_fields__
+        await asyncio.gather(*(send(name, value) for name in names for value in VALUES))
 
 
 DEEP = '{"properties":{"a":' * 1000 + "{}" + "}}" * 1000

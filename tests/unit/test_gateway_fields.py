@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.openai import chat, completions
+from gateway.anthropic import request as message_request
+from gateway.openai import chat, completions, response_request
 from gateway.openai.fields import ignored_header
 from gateway.openai.schema import ChatBody, CompletionBody
 from rorqual.core.errors import InvalidRequestError
@@ -108,6 +109,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"messages": [*MESSAGES, {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]},
          "messages[1].function_call"),
         ({"messages": [*MESSAGES, {"role": "assistant", "audio": {"id": "a"}}]}, "messages[1].audio"),
+        (b'{"messages":[{"role":"user","content":"x","y":1e999}]}', "messages"),
         (with_field(messages=MESSAGES * 16_385), "messages"),
         (with_field(tools=[{"type": "function", "function": {"name": "f"}}] * 1025), "tools"),
         (with_field(stream=True, stream_options={"include_obfuscation": True}), "stream_options.include_obfuscation"),
@@ -195,6 +197,39 @@ def test_unknown_fields_are_named_in_a_header_that_is_always_clean() -> None:
     assert ignored_header([]) == {}
     assert ignored_header(["a", ""])["x-rorqual-ignored-fields"] == 'a, ""'  # a value cannot end with a blank
     assert ignored_header([str(i) for i in range(40)])["x-rorqual-ignored-fields"].endswith("and 24 more")
+
+
+def test_unknown_fields_inside_others_are_named_once() -> None:
+    part = {"type": "text", "text": "a", "mine": {"a": 1}}
+    function = {"name": "f", "parameters": {"type": "object", "anything": 1}, "version": 2}
+    body = with_field(
+        messages=[
+            {"role": "user", "content": [part, part], "weight": 1, "absent": None},
+            {"role": "user", "content": "x"},
+        ],
+        tools=[{"type": "function", "function": function}],
+        stream=True,
+        stream_options={"include_usage": True, "every": 3},
+        response_format={"type": "text", "also": 1},
+        chat_template_kwargs={"anything": {"x": 1}},
+        logit_bias={"5": 1},
+        outer=1,
+    )
+    _, unknown = chat.READER.read(json.dumps(body).encode())
+    assert sorted(unknown) == [
+        "messages[].content[].mine", "messages[].weight", "outer", "response_format.also", "stream_options.every",
+        "tools[].function.version",
+    ]  # fmt: skip
+    assert "messages[].weight" in ignored_header(unknown)["x-rorqual-ignored-fields"]
+    _, unknown = response_request.READER.read(
+        json.dumps({"input": [{"role": "user", "content": "a", "mood": 1}], "text": {"tone": 1}}).encode()
+    )
+    assert sorted(unknown) == ["input[].mood", "text.tone"]
+    block = {"type": "text", "text": "a", "citations": [1]}
+    _, unknown = message_request.READER.read(
+        json.dumps({"max_tokens": 1, "messages": [{"role": "user", "content": [block]}]}).encode()
+    )
+    assert unknown == ["messages[].content[].citations"]
 
 
 @pytest.mark.parametrize(
