@@ -230,8 +230,9 @@ class KvCache:
         return most
 
     def was_evicted(self, block_hash: bytes) -> bool:
-        """Whether a group gave up the block with that identity lately."""
-        return any(group.pool.was_evicted(block_hash) for group in self.groups)
+        """Whether a prefix that ends with that block, and was not matched, was here lately: a group gave it up."""
+        # Where all is kept it may still be there: then it is a window that has gone, or there was no room for a snapshot.
+        return self.holds(block_hash) or any(group.pool.was_evicted(block_hash) for group in self.groups)
 
     # -- what a sequence holds ------------------------------------------------------------------------
 

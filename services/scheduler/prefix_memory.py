@@ -30,12 +30,13 @@ class PrefixMemory:
         "evicted", "elsewhere" (another executor has or had it), "diverged" (at a token, from the latest history that
         began alike), "salt" (the same first block came with another cache salt), or "never seen".
         """
-        if cache.was_evicted(seq.hashes[num_cached_blocks]):
+        num_next = num_cached_blocks + cache.unit  # the shortest prefix that was missed
+        if cache.was_evicted(seq.hashes[num_next - 1]):
             return "evicted", None
         known = self._histories.get(seq.hashes[0])
         if known is not None:
             num_common = _num_common_tokens(known, seq.history)
-            if num_common >= (num_cached_blocks + 1) * BLOCK_SIZE:
+            if num_common >= num_next * BLOCK_SIZE:
                 return "elsewhere", None
             return "diverged", max(num_common, num_cached_blocks * BLOCK_SIZE)
         if num_cached_blocks:

@@ -224,6 +224,24 @@ def test_a_fault_takes_back_windows_and_snapshots() -> None:
     assert admit.num_cached_tokens == 0
 
 
+def test_why_a_prefix_was_missed() -> None:
+    """What a group gave up was evicted, whatever the others still have; the rest is told from whole multiples."""
+    world, link = make_world(num_state=3)
+    until_ended(world, link, ask(world, 700, max_tokens=200))
+    until_ended(world, link, ask(world, 400), ask(world, 700), ask(world, 120, name="other"))
+    assert world.core.stats.num_prefix_misses == {"never seen": 1, "evicted": 2}
+    world, link = make_world()
+    first = ask(world, 700)
+    until_ended(world, link, first)
+    proto = generation_pb2.GenerateRequest()
+    proto.CopyFrom(first.proto)
+    proto.request_id, proto.token_ids = "branch", proto.token_ids[: 4 * 200] + bytes(4 * 300)
+    proto.num_prompt_tokens = 500
+    (admit,) = of(Admit, until_ended(world, link, world.open(proto)))
+    assert admit.num_cached_tokens == 128
+    assert world.core.stats.num_prefix_misses == {"never seen": 1, "diverged": 1}
+
+
 def test_labels_of_one_report_are_one_order_a_group() -> None:
     world, link = make_world(max_num_batched_tokens=8 + 1024)
     client = ask(world, 700)
