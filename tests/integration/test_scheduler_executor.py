@@ -55,6 +55,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> DeepseekModel:
     return load_model(folder, dtype=torch.float32, deterministic=True)
 
 
+@pytest.fixture(scope="module")
+def free_model(tmp_path_factory: pytest.TempPathFactory) -> DeepseekModel:
+    """Not deterministic: products over as many rows as there are, chunks that begin anywhere."""
+    folder = write_checkpoint(tmp_path_factory.mktemp("v3-free"), CONFIG, random_tensors(CONFIG))
+    return load_model(folder, dtype=torch.float32)
+
+
 @dataclass
 class Yield:
     """All that a request brought."""
@@ -68,7 +75,16 @@ class Yield:
 class Pair:
     """One core and one loop. `tick` lets one of them do one thing."""
 
-    def __init__(self, model: DeepseekModel, rng: random.Random, *, num_blocks: int, num_seqs: int, room: int) -> None:
+    def __init__(
+        self,
+        model: DeepseekModel,
+        rng: random.Random,
+        *,
+        num_blocks: int,
+        num_seqs: int,
+        room: int,
+        deterministic: bool = True,
+    ) -> None:
         self.rng = rng
         self.core = SchedulerCore(CoreConfig())
         self.yields: dict[int, Yield] = {}
@@ -79,13 +95,14 @@ class Pair:
             max_model_len=num_blocks * 64,
             max_num_seqs=num_seqs,
             max_num_batched_tokens=num_seqs + room,
-            deterministic=True,
+            deterministic=deterministic,
         )
         self._loop = StepLoop(model, cache, limits)
         self._loop.on_order_error = self._fail
         self._limits, self._num_blocks = limits, num_blocks
         self._link_id = 0
         self._down: list[executor_pb2.OrderBatch] = []
+        self.num_copies = 0
         self.connect()
 
     @staticmethod
@@ -101,7 +118,9 @@ class Pair:
         self._link_id += 1
         spec = ExecutorSpec(
             executor_id="e",
-            model=ModelSpec("m", self._limits.max_model_len, VOCAB, b"f" * 32, deterministic=True),
+            model=ModelSpec(
+                "m", self._limits.max_model_len, VOCAB, b"f" * 32, deterministic=self._limits.deterministic
+            ),
             groups=(GroupSpec("mla", self._num_blocks),),
             max_num_seqs=self._limits.max_num_seqs,
             max_num_batched_tokens=self._limits.max_num_batched_tokens,
@@ -131,6 +150,7 @@ class Pair:
         if action == "send" and (taken := self.core.take_batch(self._link_id)) is not None:
             batch = executor_pb2.OrderBatch()
             fill_batch(batch, *taken)
+            self.num_copies += sum(order.HasField("copy") for order in batch.orders)
             self._down.append(batch)
         elif action == "apply" and self._down:
             self._loop.submit(read_batch(self._down.pop(0)))
@@ -215,3 +235,34 @@ def test_what_a_request_yields_does_not_depend_on_what_happens(model: DeepseekMo
         crowded.run_to_end()
         assert (rest.tokens, rest.finish) == (whole.tokens[num_held:], whole.finish)
         assert rest.logprobs == whole.logprobs[num_held:]
+
+
+@pytest.mark.parametrize("num_prompt", [100, 128, 150])
+def test_choices_that_copy_a_partial_block_choose_what_the_first_one_does(
+    free_model: DeepseekModel, num_prompt: int
+) -> None:
+    """Greedy, so that all choices are alike; log-probabilities as near as float32 over other numbers of rows allows."""
+    rng = random.Random(num_prompt)
+    pair = Pair(free_model, rng, num_blocks=30, num_seqs=8, room=256, deterministic=False)
+    prompt = [rng.randrange(VOCAB) for _ in range(num_prompt)]
+    choices = [
+        pair.open(
+            generation_pb2.GenerateRequest(
+                request_id="r",
+                token_ids=pack_token_ids(prompt),
+                num_prompt_tokens=num_prompt,
+                max_tokens=60,
+                choice_index=i,
+                num_choices=4,
+                sampling=common_pb2.SamplingParams(temperature=0.0, logprobs=0, repetition_penalty=1.2),
+            )
+        )
+        for i in range(4)
+    ]
+    pair.run_to_end()
+    assert pair.num_copies == 3
+    first = choices[0]
+    assert len(first.tokens) == 60
+    for other in choices[1:]:
+        assert other.tokens == first.tokens
+        assert [p for _, p, _ in other.logprobs] == pytest.approx([p for _, p, _ in first.logprobs], abs=1e-4)
