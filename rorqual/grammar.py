@@ -11,9 +11,11 @@ import json
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rorqual.core.control_tokens import is_control_token
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -26,16 +28,16 @@ _MAX_CACHED = 128
 _MAX_MESSAGE = 500
 
 # White space between the tokens of a JSON text: a blank, or a line with its indent; never an endless run.
-_JSON_OPTIONS = {"whitespace_pattern": r"( |\n[ \t]{0,24})", "lenient": False}
+_JSON_OPTIONS = {"whitespace_pattern": r"( |\n[ \t]{0,24})"}
 
 
 class GrammarError(ValueError):
     """A grammar that cannot be compiled; says why in the engine's words."""
 
 
-def json_grammar(schema: dict[str, Any]) -> str:
-    """The grammar of JSON values that `schema` allows."""
-    options = {**_JSON_OPTIONS, **_options_of(schema)}
+def json_grammar(schema: dict[str, Any], *, lenient: bool = False) -> str:
+    """The grammar of JSON values that `schema` allows. `lenient`: keywords that cannot be enforced are left out."""
+    options = {**_JSON_OPTIONS, **_options_of(schema), "lenient": lenient}
     return _text({"name": "json_schema", "json_schema": {**schema, "x-guidance": options}})
 
 
@@ -52,9 +54,21 @@ def regex_grammar(regex: str) -> str:
     return str(LLMatcher.grammar_from_regex(regex))
 
 
+def lark_regex(regex: str) -> str:
+    """`regex`, in the dialect of JSON Schema, as a terminal of a written grammar."""
+    from llguidance import regex_to_lark
+
+    return f"/{regex_to_lark(regex, 'dw')}/"
+
+
+def lark_text(text: str) -> str:
+    """Exactly this text, in a written grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
 def choice_grammar(texts: Sequence[str]) -> str:
     """The grammar of exactly these texts, none of them empty."""
-    alternatives = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    alternatives = " | ".join(map(lark_text, texts))
     return _text({"lark_grammar": f"start: CHOICE\nCHOICE: {alternatives}\n"})
 
 
@@ -68,8 +82,14 @@ def written_grammar(text: str) -> str:
         raise GrammarError(str(error)[:_MAX_MESSAGE] or "it cannot be read") from error
 
 
-def _text(grammar: dict[str, Any]) -> str:
-    return json.dumps({"grammars": [grammar]}, ensure_ascii=False)
+def composed_grammar(lark: str, parts: Mapping[str, str]) -> str:
+    """The grammar that `lark` writes; `@name` in it stands for the grammar of that name in `parts`."""
+    inner = [{**json.loads(text)["grammars"][0], "name": name} for name, text in parts.items()]
+    return _text({"lark_grammar": lark}, *inner)
+
+
+def _text(*grammars: dict[str, Any]) -> str:
+    return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
 
 class GrammarEngine:
@@ -79,14 +99,19 @@ class GrammarEngine:
         """`tokenizer_json`: the checkpoint's; `vocab_size`: bits of a mask, at least the tokenizer's ids."""
         from llguidance import LLParserLimits, LLTokenizer
 
-        added = json.loads(tokenizer_json.read_text(encoding="utf-8")).get("added_tokens") or []
-        special = [token["id"] for token in added if token.get("special")]
+        source = json.loads(tokenizer_json.read_text(encoding="utf-8"))
+        special = []
+        for token in source.get("added_tokens") or ():
+            # What a grammar calls text holds no special token. The files flag few of the control tokens.
+            token["special"] = token.get("special") or is_control_token(token["content"])
+            if token["special"]:
+                special.append(token["id"])
         if not special:
             raise ValueError(f"{tokenizer_json} has no special token")
         # The engine wants to know what ends a text. Here that is the sequence's own to say, so any token that is no
         # text stands for it; `masks` of it are not looked at.
         self.end_id: int = special[0]
-        self._tokenizer = LLTokenizer(str(tokenizer_json), n_vocab=vocab_size, eos_token=self.end_id)
+        self._tokenizer = LLTokenizer(json.dumps(source), n_vocab=vocab_size, eos_token=self.end_id)
         self._limits = LLParserLimits(verbose_errors=False)
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, LLMatcher] = OrderedDict()

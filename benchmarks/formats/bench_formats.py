@@ -65,7 +65,7 @@ def answer_ids(format_name: str) -> list[int]:
     if (shape := chat_format.shape) is not None:
         value = json.dumps(prose, ensure_ascii=False)
         arguments = f'{{"text": {value}}}'
-        if shape.arguments == "dsml":
+        if "｜DSML｜" in shape.begin:
             tag = "｜DSML｜ parameter" if format_name == "deepseek-v4.1" else "｜DSML｜parameter"
             arguments = f'<{tag} name="text" string="true">{prose}</{tag}>\n'
         after_name = shape.after_name.replace("{index}", "0")

@@ -48,9 +48,9 @@ def compile_constraint(constraint: text_pb2.Constraint, engine: GrammarEngine) -
     match kind:
         case "json_schema" | "json_object":
             schema = _read_schema(constraint.json_schema, place) if kind == "json_schema" else {"type": "object"}
-            fault = _fault(schema, engine)
+            fault = fault_of(schema, engine)
             if fault:
-                _refuse(*(_locate(schema, engine, place) or (place, fault)))
+                _refuse(*(locate_fault(schema, engine, place) or (place, fault)))
             return json_grammar(schema)
         case "regex":
             text = regex_grammar(constraint.regex)
@@ -100,7 +100,7 @@ def _depth(value: Any) -> int:
     return 1 + max(map(_depth, inner), default=0)
 
 
-def _fault(schema: dict[str, Any], engine: GrammarEngine) -> str:
+def fault_of(schema: dict[str, Any], engine: GrammarEngine) -> str:
     """Why `schema` cannot be compiled; empty where it can."""
     try:
         engine.compile(json_grammar(schema))
@@ -109,7 +109,7 @@ def _fault(schema: dict[str, Any], engine: GrammarEngine) -> str:
     return ""
 
 
-def _locate(schema: dict[str, Any], engine: GrammarEngine, place: str) -> tuple[str, str] | None:
+def locate_fault(schema: dict[str, Any], engine: GrammarEngine, place: str) -> tuple[str, str] | None:
     """The innermost schema that cannot be compiled by itself, and why: the engine's words name no place."""
     shared: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     trials = _MAX_TRIALS
@@ -120,7 +120,7 @@ def _locate(schema: dict[str, Any], engine: GrammarEngine, place: str) -> tuple[
             if trials <= 0:
                 return None
             trials -= 1
-            fault = _fault({**shared, **inner}, engine)
+            fault = fault_of({**shared, **inner}, engine)
             if fault:
                 return search(inner, here + path) or (here + path, fault)
         return None

@@ -30,6 +30,8 @@ class Conversation:
     continue_final_message: bool
     thinking: bool | None = None  # None: the request does not say
     reasoning_effort: str = ""  # one of EFFORTS but "none"; empty: the request does not say
+    answer_schema: dict[str, Any] | None = None  # which the answer's JSON is held to
+    wants_json: bool = False  # the answer is held to be an object, of any schema
 
 
 def read_conversation(request: text_pb2.ChatRequest) -> Conversation:
@@ -67,7 +69,18 @@ def read_conversation(request: text_pb2.ChatRequest) -> Conversation:
         continue_final_message=request.continue_final_message,
         thinking=thinking,
         reasoning_effort=effort,
+        answer_schema=_answer_schema(request.options.constraint),
+        wants_json=request.options.constraint.json_object,
     )
+
+
+def _answer_schema(constraint: text_pb2.Constraint) -> dict[str, Any] | None:
+    """None where there is none, or none that can be kept to: whoever compiles it says why."""
+    try:
+        schema = json.loads(constraint.json_schema) if constraint.json_schema else None
+    except (ValueError, RecursionError):
+        return None
+    return schema if isinstance(schema, dict) else None
 
 
 def may_call(request: text_pb2.ChatRequest) -> bool:

@@ -44,18 +44,17 @@ from .checkpoint import TextCheckpoint
 from .choice import ChoiceRules
 from .constraint import compile_constraint
 from .conversation import may_call
-from .formats.base import Thinking
 from .formats.events import CallSyntax
 from .formats.output import OutputSyntax
-from .formats.reasoning import Start
 from .link import SchedulerLink
 from .logprob_text import LogprobWriter
 from .model_watch import ModelWatch
 from .outbox import EventSink
-from .prompt import Prompt, PromptBuilder
+from .prompt import Prompt, PromptBuilder, reasons_first
 from .run import RunSpec, TextRun
 from .sampling import check_options, check_token_ids, filled_sampling
 from .stop_strings import compile_stop_strings
+from .tool_grammar import compile_calls, is_strict, makes_one_call, must_call
 from .vocabulary import Vocabulary
 
 T = TypeVar("T")
@@ -193,13 +192,13 @@ class TextEngine:
             _check_resume(options)
             if isinstance(request, text_pb2.ChatRequest):
                 self._check_tools(request)
-            self._check_constraint(request)
+            constrains = self._check_constraint(request)
             time_unix_s = options.resume.template_time_unix_s if options.HasField("resume") else self.now_unix_s()
-            prompt = await self.in_pool(lambda: self._prepare(request, time_unix_s, span))
+            prompt = await self.in_pool(lambda: self._prepare(request, time_unix_s, span, constrains))
             grammar = None
-            if options.HasField("constraint"):
+            if constrains:
                 after = self._after_token(request, prompt)
-                text = await self.in_pool(lambda: self._compile(options.constraint))
+                text = await self.in_pool(lambda: self._compile(request, prompt))
                 grammar = common_pb2.Grammar(text=text, after_token_id=after)
             self._check_prompt(prompt, options, field="messages" if is_chat else "prompt")
             if not (isinstance(request, text_pb2.CompleteRequest) and request.echo):
@@ -221,13 +220,13 @@ class TextEngine:
         run.start()
         return run
 
-    def _prepare(self, request: TextRequest, time_unix_s: int, span: Span) -> Prompt:
+    def _prepare(self, request: TextRequest, time_unix_s: int, span: Span, constrains: bool) -> Prompt:
         """In the pool: what takes long for a long prompt."""
         began_s = time.perf_counter()
         context = trace.set_span_in_context(span)
         if isinstance(request, text_pb2.ChatRequest):
             with self._tracer.start_as_current_span("tokenizer.render", context=context):
-                rendered = self.builder.render(request, time_unix_s=time_unix_s)
+                rendered = self.builder.render(request, time_unix_s=time_unix_s, constrains=constrains)
             self._check_length(rendered.num_chars, field="messages")
             with self._tracer.start_as_current_span("tokenizer.encode", context=context):
                 prompt = self.builder.encode(rendered)
@@ -237,6 +236,10 @@ class TextEngine:
                 prompt = self.builder.complete(request)
         self._render_seconds.observe(time.perf_counter() - began_s)
         return prompt
+
+    def render_chat(self, request: text_pb2.ChatRequest, time_unix_s: int) -> Prompt:
+        """The prompt that `start` would send. In the pool."""
+        return self.builder.chat(request, time_unix_s=time_unix_s, constrains=self.can_constrain)
 
     def _check_length(self, num_chars: int, *, field: str) -> None:
         """PROMPT_TOO_LONG for a text that cannot fit, whatever it says: encoding megabytes takes a minute of a thread."""
@@ -300,10 +303,7 @@ class TextEngine:
             calls = self._call_syntax(request)
             syntax = OutputSyntax(vocabulary.marks, calls, show_marks=not skip_special)
             table = vocabulary.chat_table(calls=calls is not None, show_marks=not skip_special)
-            if calls is not None and (
-                request.tool_choice.function_name
-                or (request.HasField("parallel_tool_calls") and not request.parallel_tool_calls)
-            ):
+            if calls is not None and makes_one_call(request):
                 max_calls = 1
         max_tokens = options.max_tokens if options.HasField("max_tokens") else None
         budget = max_tokens
@@ -357,35 +357,47 @@ class TextEngine:
                 field="tools",
             )
 
-    def _check_constraint(self, request: TextRequest) -> None:
-        """UNSUPPORTED_CONSTRAINT where it could not be kept: free text is never given in its place."""
-        if not request.options.HasField("constraint"):
-            return
-        if self._grammars is None or (self._watch.last is not None and not self._watch.last.takes_grammars):
-            raise _unsupported("structured output is not supported by what serves this model")
-        if isinstance(request, text_pb2.ChatRequest) and may_call(request):
-            raise _unsupported(
-                "it is not supported beside tools: leave them out, or forbid calls (tool_choice: 'none')"
-            )
+    @property
+    def can_constrain(self) -> bool:
+        """Whether what serves the model keeps to grammars."""
+        return self._grammars is not None and (self._watch.last is None or self._watch.last.takes_grammars)
 
-    def _compile(self, constraint: text_pb2.Constraint) -> str:
-        """In the pool."""
+    def _check_constraint(self, request: TextRequest) -> bool:
+        """Whether a grammar holds for the answer.
+
+        UNSUPPORTED_CONSTRAINT where one that is asked for could not be kept: free text is never given in its place.
+        """
+        wants = "constraint" if request.options.HasField("constraint") else ""
+        if isinstance(request, text_pb2.ChatRequest) and not wants:
+            wants = "tools" if is_strict(request) else "tool_choice" if must_call(request) else ""
+        if not wants or self.can_constrain:
+            return bool(wants)
+        if wants == "tool_choice":  # the prompt begins the call, which is as much as can be done
+            return False
+        what = "structured output" if wants == "constraint" else "strict"
+        raise _unsupported(f"{what} is not supported by what serves this model", field=wants)
+
+    def _compile(self, request: TextRequest, prompt: Prompt) -> str:
+        """The grammar of the answer, or of what follows its reasoning. In the pool."""
         assert self._grammars is not None
-        return compile_constraint(constraint, self._grammars)
+        options = request.options
+        text = compile_constraint(options.constraint, self._grammars) if options.HasField("constraint") else None
+        chat_format = self.builder.format_of(request) if isinstance(request, text_pb2.ChatRequest) else None
+        if not isinstance(request, text_pb2.ChatRequest) or chat_format is None or not may_call(request):
+            assert text is not None
+            return text
+        return compile_calls(request, chat_format, self.vocabulary.control, prompt, self._grammars, beside=text)
 
     def _after_token(self, request: TextRequest, prompt: Prompt) -> int | None:
         """The token that ends the reasoning, which a constraint leaves alone; None where the answer has none."""
         if not isinstance(request, text_pb2.ChatRequest):
             return None
-        chat_format = self.builder.format_of(request)
-        reasons = prompt.start in (Start.REASONING, Start.REASONING_CONTINUED) or (
-            prompt.start is Start.UNDECIDED and chat_format is not None and chat_format.thinking is not Thinking.NEVER
-        )
-        if not reasons:
+        if prompt.forced_ids or not reasons_first(self.builder.format_of(request), prompt.start):
             return None
         close_id = self.vocabulary.think_ids[1]
         if close_id is None:
-            raise _unsupported("this vocabulary has no token that ends the reasoning: switch thinking off")
+            field = "constraint" if request.options.HasField("constraint") else "tools"
+            raise _unsupported("this vocabulary has no token that ends the reasoning: switch thinking off", field=field)
         return close_id
 
     def _call_syntax(self, request: text_pb2.ChatRequest) -> CallSyntax | None:
@@ -431,8 +443,8 @@ class TextEngine:
         span.end()
 
 
-def _unsupported(message: str) -> InvalidRequestError:
-    return InvalidRequestError(f"constraint: {message}", reason="UNSUPPORTED_CONSTRAINT", field="constraint")
+def _unsupported(message: str, *, field: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{field}: {message}", reason="UNSUPPORTED_CONSTRAINT", field=field)
 
 
 def _check_resume(options: text_pb2.TextOptions) -> None:

@@ -102,12 +102,14 @@ class PromptBuilder:
             template is not None and writes_as(chat_format, template, self._vocabulary.control, self._special_tokens)
         )
 
-    def chat(self, request: text_pb2.ChatRequest, *, time_unix_s: int) -> Prompt:
+    def chat(self, request: text_pb2.ChatRequest, *, time_unix_s: int, constrains: bool = False) -> Prompt:
         """The prompt of a chat: `render`, then `encode`."""
-        return self.encode(self.render(request, time_unix_s=time_unix_s))
+        return self.encode(self.render(request, time_unix_s=time_unix_s, constrains=constrains))
 
-    def render(self, request: text_pb2.ChatRequest, *, time_unix_s: int) -> Rendered:
-        """INVALID_MESSAGES, TEMPLATE_ERROR, NO_CHAT_TEMPLATE, UNSUPPORTED_TOOLS, UNSUPPORTED_TOOL_CHOICE."""
+    def render(self, request: text_pb2.ChatRequest, *, time_unix_s: int, constrains: bool = False) -> Rendered:
+        """`constrains`: a grammar will hold for the answer, which can force a call after its reasoning.
+
+        INVALID_MESSAGES, TEMPLATE_ERROR, NO_CHAT_TEMPLATE, UNSUPPORTED_TOOLS, UNSUPPORTED_TOOL_CHOICE."""
         conversation = read_conversation(request)
         chat_format = self.format_of(request)
         if chat_format is not None and self._renders_itself and not request.chat_template:
@@ -122,7 +124,7 @@ class PromptBuilder:
             template = self._template_for(request.chat_template, conversation)
             segments, in_one_go = self._render_template(template, conversation, time_unix_s)
             start = self._start(segments, conversation)
-        return Rendered(segments, start, self._forced(request, chat_format, start), in_one_go)
+        return Rendered(segments, start, self._forced(request, chat_format, start, constrains), in_one_go)
 
     def format_of(self, request: text_pb2.ChatRequest) -> ChatFormat | None:
         """The format in which the answer to `request` is written."""
@@ -232,8 +234,10 @@ class PromptBuilder:
         last_id = vocabulary.control.ids[segments[last].text] if last >= 0 else None
         return start_of(last_id, open_id, close_id, text_follows=bool(after.strip()), continued=continued)
 
-    def _forced(self, request: text_pb2.ChatRequest, chat_format: ChatFormat | None, start: Start) -> list[Segment]:
-        """The beginning of the call that the request demands; nothing where it demands none."""
+    def _forced(
+        self, request: text_pb2.ChatRequest, chat_format: ChatFormat | None, start: Start, constrains: bool
+    ) -> list[Segment]:
+        """The beginning of the call that the request demands; nothing where it demands none, or reasoning comes first."""
         choice = request.tool_choice
         if not may_call(request) or not (choice.function_name or choice.mode == _FORCED):
             return []
@@ -243,18 +247,27 @@ class PromptBuilder:
             raise _refuse_choice(f"none of the tools is called {name[:64]!r}")
         if chat_format is None or chat_format.shape is None:
             raise _refuse_choice("a call cannot be forced in this checkpoint's chat format")
-        if start in (Start.REASONING, Start.REASONING_CONTINUED):
-            raise _refuse_choice("a call cannot be forced before the reasoning has ended: switch thinking off")
         if request.continue_final_message or (
             request.HasField("add_generation_prompt") and not request.add_generation_prompt
         ):
             raise _refuse_choice("a call can only be forced at the beginning of an answer")
+        if constrains and reasons_first(chat_format, start):
+            return []
+        if start in (Start.REASONING, Start.REASONING_CONTINUED):
+            raise _refuse_choice("a call cannot be forced before the reasoning has ended: switch thinking off")
         out = PromptWriter(self._vocabulary.control)
         out.literal(chat_format.shape.begin)
         if name is not None:  # else the model goes on with the name it chooses
             out.text(name)
             out.literal(chat_format.shape.after_name.replace("{index}", "0"))
         return out.segments()
+
+
+def reasons_first(chat_format: ChatFormat | None, start: Start) -> bool:
+    """Whether an answer that begins at `start` holds its reasoning first."""
+    return start in (Start.REASONING, Start.REASONING_CONTINUED) or (
+        start is Start.UNDECIDED and chat_format is not None and chat_format.thinking is not Thinking.NEVER
+    )
 
 
 def _refuse_choice(message: str) -> InvalidRequestError:

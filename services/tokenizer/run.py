@@ -308,6 +308,8 @@ class ChoiceRun:
             event.finished.stop_token_id = finished.stop_token_id
             if self._ends_calls(finished.stop_token_id):
                 event.finished.reason = common_pb2.FINISH_REASON_TOOL_CALLS
+        elif finished.reason == common_pb2.FINISH_REASON_STOP and self.machine.num_calls:  # by the calls' grammar
+            event.finished.reason = common_pb2.FINISH_REASON_TOOL_CALLS
         self._told = True
         run.choice_done(event.finished.reason)
         run.sink.wake()

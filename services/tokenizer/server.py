@@ -72,7 +72,7 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
         vocabulary = engine.vocabulary
         if request.WhichOneof("input") == "chat":
             time_unix_s = engine.now_unix_s()
-            prompt = await engine.in_pool(lambda: engine.builder.chat(request.chat, time_unix_s=time_unix_s))
+            prompt = await engine.in_pool(lambda: engine.render_chat(request.chat, time_unix_s))
             packed = prompt.packed_ids
         else:
             with_special = request.add_special_tokens if request.HasField("add_special_tokens") else True
@@ -101,7 +101,7 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
         engine.check_model(request.chat.options.model)
         options = request.chat.options
         time_unix_s = options.resume.template_time_unix_s if options.HasField("resume") else engine.now_unix_s()
-        prompt = await engine.in_pool(lambda: engine.builder.chat(request.chat, time_unix_s=time_unix_s))
+        prompt = await engine.in_pool(lambda: engine.render_chat(request.chat, time_unix_s))
         return text_pb2.RenderChatResponse(text=prompt.text, token_ids=prompt.packed_ids)
 
     async def ListModels(self, request: text_pb2.ListModelsRequest, context: Context) -> text_pb2.ListModelsResponse:

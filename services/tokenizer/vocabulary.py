@@ -8,11 +8,12 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from rorqual.core.control_tokens import is_control_token
 from rorqual.core.errors import CheckpointError, InvalidRequestError
 
 from .checkpoint import TextCheckpoint
 from .control_tokens import ControlTokens, Segment
-from .formats.marks import END_THINK, THINK, Marks, is_hidden_in_chat
+from .formats.marks import END_THINK, THINK, Marks
 from .run_cache import RunCache
 from .splits import cut_in_one_pass
 from .token_text import TokenText, build_token_text
@@ -111,7 +112,7 @@ class Vocabulary:
         hidden = {
             token_id: ""
             for token_id, token in added.items()
-            if token_id in self.special_ids or is_hidden_in_chat(token.content)
+            if token_id in self.special_ids or is_control_token(token.content)
         }
         self._chat_tables = {
             (calls, show): self.raw_text.replaced(

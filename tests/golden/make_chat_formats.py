@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-Case = dict[str, Any]  # messages, tools, thinking, effort: as an OpenAI request has them
+Case = dict[str, Any]  # messages, tools, thinking, effort, response_format: as an OpenAI request has them
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 
@@ -138,13 +138,18 @@ def module(path: Path) -> Any:
 
 
 def hung(case: Case) -> list[dict[str, Any]]:
-    """The messages, with the tools on a system message at the front, as engines put them there."""
+    """The messages, with the tools and the answer's schema on a system message at the front, as engines put them there."""
     messages = copy.deepcopy(case["messages"])
-    if case.get("tools"):
+    hanging = {"tools": case.get("tools"), "response_format": schema_of(case)}
+    if any(hanging.values()):
         if messages[0]["role"] != "system":
             messages.insert(0, system(""))
-        messages[0]["tools"] = case["tools"]
+        messages[0] |= {key: value for key, value in hanging.items() if value}
     return messages
+
+
+def schema_of(case: Case) -> Any:
+    return case.get("response_format", {}).get("json_schema", {}).get("schema")
 
 
 def encoder_v32(folder: Path) -> Callable[[Case], str]:
@@ -176,6 +181,7 @@ def recipe(folder: Path, model: str, encoding: str) -> Callable[[Case], str]:
     def render(case: Case) -> str:
         body = {"model": model, "messages": case["messages"], "tools": case.get("tools")}
         body["thinking"] = {"type": "enabled" if case.get("thinking") else "disabled"}
+        body["response_format"] = case.get("response_format")
         if case.get("effort"):
             body["reasoning_effort"] = case["effort"]
         elif case.get("thinking") and model == "DeepSeek-V4-Pro":
@@ -218,6 +224,26 @@ def efforts(*names: str) -> Iterator[tuple[str, Case]]:
                     "effort": name,
                 },
             )
+
+
+def answer_formats(*, json_object: bool = False) -> Iterator[tuple[str, Case]]:
+    """Answers that are held to a schema, or to be any object."""
+    schema = {
+        "type": "object",
+        "properties": {"ü": {"type": "string", "description": '<b> "x"'}, "n": {"type": ["integer", "null"]}},
+        "required": ["ü", "n"],
+        "additionalProperties": False,
+    }
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    first, question = system("S"), user("As json.")
+    yield "answer of a schema", {"messages": [question], "response_format": asked, "thinking": False}
+    yield "answer of a schema, system", {"messages": [first, question], "response_format": asked, "thinking": True}
+    beside = {"messages": [first, question], "tools": [WEATHER], "response_format": asked, "thinking": True}
+    yield "answer of a schema beside tools", beside
+    if json_object:
+        asked = {"type": "json_object"}
+        yield "any object", {"messages": [question], "response_format": asked, "thinking": False}
+        yield "any object, system", {"messages": [first, question], "response_format": asked, "thinking": True}
 
 
 def documented() -> Iterator[tuple[str, str, Case, str]]:
@@ -297,20 +323,20 @@ def main() -> None:
         ("deepseek-v3.1", "template of V3.1", template(folders.templates / "v31.jinja"), switched),
         (
             "deepseek-v3.2", "sglang 0.5.12, encoding_dsv32.py", encoder_v32(folders.sglang),
-            chat_cases(results_by_order=False),
+            [*chat_cases(results_by_order=False), *answer_formats()],
         ),
         (
             "deepseek-v4", "sglang 0.5.12, encoding_dsv4.py", encoder_v4(folders.sglang),
-            [*chat_cases(), *efforts("high", "max")],
+            [*chat_cases(), *efforts("high", "max"), *answer_formats()],
         ),
         (
             "deepseek-v4-pro", "deepseek-recipe 0.2.0", recipe(folders.recipe, "DeepSeek-V4-Pro", "DeepseekV4Encoding"),
-            [*chat_cases(), *efforts("low", "medium", "high", "max")],
+            [*chat_cases(), *efforts("low", "medium", "high", "max"), *answer_formats(json_object=True)],
         ),
         (
             "deepseek-v4.1", "deepseek-recipe 0.2.0",
             recipe(folders.recipe, "DeepSeek-V4.1-Flash", "DeepseekV41Encoding"),
-            [*chat_cases(), *efforts("low", "medium", "high", "max")],
+            [*chat_cases(), *efforts("low", "medium", "high", "max"), *answer_formats(json_object=True)],
         ),
         ("kimi-k2-thinking", "template of Kimi-K2-Thinking", template(folders.templates / "kimi-thinking.jinja"), kimi),
     ]  # fmt: skip

@@ -211,14 +211,6 @@ def test_a_bad_constraint_is_a_400_that_names_the_place(
     assert param in error["message"]
 
 
-def test_beside_tools_it_is_refused(stack: Any) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    body = {"messages": ASK, "tools": [tool], "response_format": {"type": "json_object"}}
-    response = httpx.post(f"{stack.url}/v1/chat/completions", json=body, timeout=30)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "response_format"
-
-
 def test_cut_at_every_token_and_resumed(stack: Any) -> None:
     """The grammar's state is rebuilt from the tokens that the caller holds."""
     with grpc.insecure_channel(stack.text_address) as channel:

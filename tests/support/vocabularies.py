@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from services.tokenizer.checkpoint import TextCheckpoint, read_checkpoint
+from services.tokenizer.formats.marks import CALL_MARKS
 from services.tokenizer.vocabulary import Vocabulary
 
 TINY_FOLDER = Path(__file__).resolve().parents[2] / "models" / "tiny"
@@ -52,6 +53,14 @@ def with_tokens(*tokens: str) -> Vocabulary:
     for number, token in enumerate(tokens, top + 1):
         source["added_tokens"].append({"id": number, "content": token, "special": True, **flags})
     return Vocabulary(replace(tiny_checkpoint(), tokenizer_json=json.dumps(source), vocab_size=0))
+
+
+@cache
+def without_marks() -> Vocabulary:
+    """The embedded model's vocabulary without the marks of calls: formats have to spell them."""
+    source = json.loads(tiny_checkpoint().tokenizer_json)
+    source["added_tokens"] = [token for token in source["added_tokens"] if token["content"] not in CALL_MARKS]
+    return Vocabulary(replace(tiny_checkpoint(), tokenizer_json=json.dumps(source)))
 
 
 KIMI_TOKENS = (

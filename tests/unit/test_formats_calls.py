@@ -12,7 +12,7 @@ import pytest
 from services.tokenizer.choice import ChoiceMachine
 from services.tokenizer.formats import FORMATS
 from services.tokenizer.formats.base import Thinking
-from services.tokenizer.formats.marks import Marks
+from services.tokenizer.formats.marks import DSML, Marks
 from services.tokenizer.formats.output import OutputSyntax
 from services.tokenizer.formats.reasoning import Start
 from tests.support.answers import EOS, Answer, read_pieces, read_tokens, rules_of, stream_text, syntax_of
@@ -44,9 +44,10 @@ def block(format_name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
     for index, (name, arguments) in enumerate(calls):
         text += shape.between if index else shape.begin
         text += name + shape.after_name.replace("{index}", str(index))
-        if shape.arguments == "json":
+        is_dsml = DSML in shape.begin
+        if not is_dsml:
             text += as_json(arguments)
-        for key, value in arguments.items() if shape.arguments == "dsml" else ():
+        for key, value in arguments.items() if is_dsml else ():
             shown = value if isinstance(value, str) else as_json(value)
             close = tag.replace("<", "</")
             text += f'{tag} name="{key}" string="{"true" if isinstance(value, str) else "false"}">{shown}{close}>\n'
@@ -372,7 +373,7 @@ def fragments(format_name: str) -> list[str]:
     if shape is None:
         return BLOCK_FRAGMENTS
     blocks = [block(format_name, [("f", arguments)]) for arguments in ({}, {"a": "x"})]
-    if shape.arguments == "json":
+    if DSML not in shape.begin:
         return [*(KIMI_FRAGMENTS if format_name.startswith("kimi") else BLOCK_FRAGMENTS), *blocks]
     name = shape.end.removeprefix("</｜DSML｜")
     prefix = " " if name.startswith(" ") else ""

@@ -47,6 +47,14 @@ def request_of(case: dict[str, Any], **fields: Any) -> text_pb2.ChatRequest:
             description=function["description"],
             parameters_json=json.dumps(function["parameters"]),
         )
+    asked = case.get("response_format")
+    if asked is not None:
+        schema = asked.get("json_schema", {}).get("schema")
+        request.options.constraint.CopyFrom(
+            text_pb2.Constraint(json_schema=json.dumps(schema))
+            if schema is not None
+            else text_pb2.Constraint(json_object=True)
+        )
     if case.get("thinking") is not None:
         request.chat_template_kwargs_json = json.dumps({"thinking": case["thinking"]})
     return request

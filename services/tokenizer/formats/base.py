@@ -1,4 +1,4 @@
-"""What a chat format is: one module that renders prompts, says how the answer is read, and how a call is begun."""
+"""What a chat format is: one module that renders prompts, says how the answer is read, and what its calls are made of."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from rorqual.core.errors import InvalidRequestError
 
 from ..control_tokens import ControlTokens, Segment
 from ..conversation import Conversation
+from .call_grammar import CallableTool, GrammarWriter
 from .events import CallSyntax
-from .marks import Marks
+from .marks import CALL_MARKS, Marks
 from .reasoning import Start
 
 
@@ -38,7 +39,13 @@ class CallShape:
     end_call: str
     between: str
     end: str
-    arguments: str = "json"  # or "dsml": one parameter tag for each member of the JSON object
+
+    @property
+    def opening(self) -> tuple[str, str]:
+        """`begin` in two: what no other text holds, up to the end of its first mark, and the rest."""
+        begin = self.begin.lstrip("\n")
+        end = min(begin.find(mark) + len(mark) for mark in CALL_MARKS if mark in begin)
+        return begin[:end], begin[end:]
 
 
 class PromptWriter:
@@ -91,6 +98,13 @@ class ChatFormat(ABC):
     @abstractmethod
     def calls(self, marks: Marks) -> CallSyntax | None:
         """How calls are read from the model's text."""
+
+    def arguments(self, tool: CallableTool, out: GrammarWriter) -> str:
+        """A term for the arguments of a call of `tool`, as they stand between its name and its end.
+
+        UnenforceableError where the tool is strict and the syntax cannot keep to its schema.
+        """
+        return out.value(tool.schema, strict=tool.strict)
 
     def start(self, chat: Conversation) -> Start:
         """Where the answer begins, where no think tag at the prompt's end tells."""

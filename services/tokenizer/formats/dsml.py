@@ -11,7 +11,9 @@ from rorqual.core.errors import InvalidRequestError
 
 from ..conversation import Conversation
 from .base import CallShape, ChatFormat, PromptWriter, Thinking, content_of, functions_of, refuse_message, to_json
+from .call_grammar import CallableTool, GrammarWriter
 from .dsml_calls import DsmlCalls
+from .dsml_grammar import DsmlParameters
 from .marks import ASSISTANT, BOS, DSML, END_THINK, EOS, LATEST_REMINDER, SYSTEM, THINK, USER, Marks
 
 _V32_TOOLS = f"""## Tools
@@ -87,6 +89,11 @@ Do not stop reasoning until you have independently verified the solution from mu
 
 """
 
+_ANSWER_SCHEMA = "## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
+_ANSWER_JSON = (
+    "You are a helpful assistant designed to output JSON.\n## Response Format:\n\nReply with JSON object ONLY."
+)
+
 _TASKS = ("action", "query", "authority", "domain", "title", "read_url")
 
 
@@ -100,6 +107,7 @@ class _DsmlFormat(ChatFormat):
     prefix: str = ""  # before the names of the inner tags
     empty_line: bool = True  # in a call without parameters
     tools_text: str
+    json_text: str = ""  # what asks for any JSON object
 
     @property
     def shape(self) -> CallShape:  # type: ignore[override]
@@ -110,11 +118,14 @@ class _DsmlFormat(ChatFormat):
             end_call=f"</{DSML}{prefix}invoke>\n",
             between=f'{tag}{prefix}invoke name="',
             end=f"</{DSML}{self.block}>",
-            arguments="dsml",
         )
 
     def calls(self, marks: Marks) -> DsmlCalls:
         return DsmlCalls(marks(DSML), self.block, self.prefix)
+
+    def arguments(self, tool: CallableTool, out: GrammarWriter) -> str:
+        inner = f"{DSML}{self.prefix}parameter"
+        return DsmlParameters(f'<{inner} name="', f"</{inner}>", "\n" if self.empty_line else "").write(tool, out)
 
     def _write_tools(self, chat: Conversation, out: PromptWriter) -> None:
         before, _, after = (
@@ -123,6 +134,41 @@ class _DsmlFormat(ChatFormat):
         out.literal(before)
         out.text("\n".join(map(to_json, functions_of(chat.tools))))
         out.literal(after)
+
+    def _write_system(self, chat: Conversation, message: Mapping[str, Any], out: PromptWriter) -> None:
+        """A system text, and what hangs on it."""
+        out.text(content_of(message))
+        if not message.get("is_first"):
+            return
+        if chat.tools:
+            out.text("\n\n")
+            self._write_tools(chat, out)
+        if asked := self._answer_format(chat):
+            out.text(f"\n\n{asked}")
+
+    def _answer_format(self, chat: Conversation) -> str:
+        """The text that asks for an answer in JSON; empty where nothing is asked."""
+        if chat.answer_schema is not None:
+            return f"{_ANSWER_SCHEMA}{to_json(chat.answer_schema)}"
+        return self.json_text if chat.wants_json else ""
+
+    def _hung(self, chat: Conversation, *, system_first: bool = False) -> list[dict[str, Any]]:
+        """The messages as the encoders take them: tools, and the answer's format, hang on a system message at the front,
+        an empty one if need be.
+
+        A developer's messages are the system's: the encoders' own role of that name is meant for search alone.
+        `system_first`: all system texts are joined at the front.
+        """
+        messages = [{**m, "role": "system" if m["role"] == "developer" else m["role"]} for m in chat.messages]
+        system = [content_of(message) for message in messages if message["role"] == "system"]
+        if system_first and system:
+            others = (message for message in messages if message["role"] != "system")
+            messages = [{"role": "system", "content": "\n\n".join(system)}, *others]
+        if chat.tools or self._answer_format(chat):
+            if messages[0]["role"] != "system":
+                messages.insert(0, {"role": "system", "content": ""})
+            messages[0]["is_first"] = True
+        return messages
 
     def _write_calls(self, message: Mapping[str, Any], out: PromptWriter) -> None:
         calls = message.get("tool_calls") or ()
@@ -161,24 +207,6 @@ def _last_user(messages: Sequence[Mapping[str, Any]]) -> int:
     return max((index for index, message in enumerate(messages) if message["role"] == "user"), default=-1)
 
 
-def _hung(chat: Conversation, *, system_first: bool = False) -> list[dict[str, Any]]:
-    """The messages as the encoders take them: tools hang on a system message at the front, an empty one if need be.
-
-    A developer's messages are the system's: the encoders' own role of that name is meant for search alone.
-    `system_first`: all system texts are joined at the front.
-    """
-    messages = [{**m, "role": "system" if m["role"] == "developer" else m["role"]} for m in chat.messages]
-    system = [content_of(message) for message in messages if message["role"] == "system"]
-    if system_first and system:
-        others = (message for message in messages if message["role"] != "system")
-        messages = [{"role": "system", "content": "\n\n".join(system)}, *others]
-    if chat.tools:
-        if messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": ""})
-        messages[0]["has_tools"] = True
-    return messages
-
-
 @dataclass(frozen=True, kw_only=True)
 class V32(_DsmlFormat):
     """V3.2. Everything stands in place; of earlier answers only what follows the last user turn keeps its reasoning."""
@@ -189,7 +217,7 @@ class V32(_DsmlFormat):
 
     def render(self, chat: Conversation, out: PromptWriter) -> None:
         thinks = bool(chat.thinking)
-        messages = _hung(chat)
+        messages = self._hung(chat)
         shift = len(messages) - len(chat.messages)
         last_user, last = _last_user(messages), len(messages) - 1
         results_due = results = 0  # of the calls that come last
@@ -199,10 +227,7 @@ class V32(_DsmlFormat):
             if role != "tool":
                 results_due = results = 0
             if role == "system":
-                out.text(content)
-                if "has_tools" in message:
-                    out.text("\n\n")
-                    self._write_tools(chat, out)
+                self._write_system(chat, message, out)
             elif role == "user":
                 out.mark(USER)
                 out.text(content)
@@ -256,7 +281,7 @@ class V4(_DsmlFormat):
     def render(self, chat: Conversation, out: PromptWriter) -> None:
         thinks = bool(chat.thinking)
         keep = bool(chat.tools) or chat.variables.get("drop_thinking") is False
-        turns = _merged(_hung(chat, system_first=self.system_first))
+        turns = _merged(self._hung(chat, system_first=self.system_first))
         last_user, last = _last_user(turns), len(turns) - 1
         task = self._task(chat, last_user)
 
@@ -279,10 +304,8 @@ class V4(_DsmlFormat):
             if role == "system":
                 if self.system_mark:
                     out.mark(self.system_mark)
-                out.text(f"{effort if index == 0 else ''}{content}")
-                if "has_tools" in turn:
-                    out.text("\n\n")
-                    self._write_tools(chat, out)
+                out.text(effort if index == 0 else "")
+                self._write_system(chat, turn, out)
             elif role == "assistant":
                 continued = chat.continue_final_message and index == last
                 after_task = task and index == last_user + 1
@@ -368,7 +391,7 @@ def v4() -> V4:
 def v4_pro() -> V4:
     """As DeepSeek's own library writes it: other efforts."""
     efforts = {"medium": _THOROUGH, "high": _THOROUGH, "xhigh": _THOROUGH, "max": _RELENTLESS}
-    return V4(name="deepseek-v4-pro", efforts=efforts, empty_line=False, system_first=True)
+    return V4(name="deepseek-v4-pro", efforts=efforts, empty_line=False, system_first=True, json_text=_ANSWER_JSON)
 
 
 def v41() -> V4:
@@ -378,5 +401,11 @@ def v41() -> V4:
         for effort, budget in budgets.items()
     }
     return V4(
-        name="deepseek-v4.1", block=" calls", prefix=" ", efforts=efforts, default_effort="high", system_mark=SYSTEM
+        name="deepseek-v4.1",
+        block=" calls",
+        prefix=" ",
+        efforts=efforts,
+        default_effort="high",
+        system_mark=SYSTEM,
+        json_text=f'{_ANSWER_SCHEMA}{{"type": "json_object"}}',
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 BOS = "<｜begin▁of▁sentence｜>"
@@ -43,15 +42,6 @@ CALL_MARKS = (
 )  # fmt: skip
 
 _SENTINELS = {spelling: chr(0xD800 + n) for n, spelling in enumerate((*THINK_MARKS, *CALL_MARKS))}
-_CONTROL_TOKEN = re.compile(r"<[｜|][^<>]*[｜|]>|｜DSML｜|</?think>")
-
-
-def is_hidden_in_chat(token: str) -> bool:
-    """Whether an added token has the look of a control token, which never reaches a chat's content.
-
-    Vocabularies of the family flag most of these `special: false`, so that flag alone does not hide them.
-    """
-    return _CONTROL_TOKEN.fullmatch(token) is not None
 
 
 class Marks:
