@@ -398,8 +398,10 @@ class SimExecutor:
         forbidden = seq.stop if num_generated < sampling.min_tokens else frozenset[int]()
         if self.config.read_back:
             history = self.memory[0].read(seq.tables[0], seq.num_tokens)
-            others = zip(self.memory[1:], seq.tables[1:], strict=True)
-            history += b"!" * sum(not memory.agrees(table, history) for memory, table in others)
+            for memory, table in zip(self.memory[1:], seq.tables[1:], strict=True):
+                if not memory.agrees(table, history):
+                    history = b"!"  # what is read is not one history
+                    break
         else:
             history = seq.num_tokens.to_bytes(4, "little")
         token = next_token(history, sampling.seed, seq.admit.choice_index, self.config.vocab_size, forbidden)

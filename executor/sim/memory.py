@@ -60,6 +60,7 @@ class GroupMemory:
 
     def __init__(self, group: SimGroup) -> None:
         self.group = group
+        self._entry_tokens, self._keeps_all = group.entry_tokens, group.keeps_all
         self.blocks = [self._poisoned() for _ in range(group.num_blocks)]
         self.labels: dict[int, bytes] = {}
         self._users: Counter[int] = Counter()  # block id -> live sequences that need it
@@ -145,10 +146,7 @@ class GroupMemory:
 
     def _first_needed(self, num_computed: int) -> int:
         """The first entry that a sequence needs with that many positions written."""
-        group = self.group
-        if group.keeps_all:
-            return 0
-        return max(0, num_computed - group.window) // group.entry_tokens
+        return 0 if self._keeps_all else max(0, num_computed - self.group.window) // self._entry_tokens
 
     def _hand_out(self, seq_id: int, block_id: int) -> None:
         if not 0 <= block_id < self.group.num_blocks:
@@ -167,7 +165,10 @@ class GroupMemory:
 
     def write(self, table: Table, position: int, data: bytes) -> None:
         """Token ids from `position` on: into the slots of their blocks, or into the state and its snapshots."""
-        num_slots, entry_tokens = self.group.slots_per_sequence, self.group.entry_tokens
+        num_slots, entry_tokens = self.group.slots_per_sequence, self._entry_tokens
+        if not num_slots and len(data) <= 4 * (entry_tokens - position % entry_tokens):  # a decode step's token
+            self._put(table.ids[position // entry_tokens], 4 * (position % entry_tokens), data)
+            return
         for at in range(position // entry_tokens, -(-(position + len(data) // 4) // entry_tokens)):
             start = max(position, at * entry_tokens)
             part = data[4 * (start - position) : 4 * ((at + 1) * entry_tokens - position)]
@@ -220,7 +221,7 @@ class GroupMemory:
     def _put(self, block_id: int, at: int, data: bytes) -> None:
         if block_id == NO_BLOCK and self.group.slots_per_sequence:
             return  # no snapshot is wanted
-        if block_id in self.labels or block_id == NO_BLOCK:
+        if block_id == NO_BLOCK or block_id in self.labels:
             raise ContractError(f"{self.group.name}: a write into block {block_id}, which is labelled or nowhere")
         self.blocks[block_id][at : at + len(data)] = data
 
