@@ -1,12 +1,13 @@
 """What scheduler, tokenizer and gateway cost and add, with a simulated executor that only makes tokens up.
 
-    python benchmarks/serving/bench_control_plane.py [--parts http,session,rate,replicas,memory,prefix] [--out FILE]
+    python benchmarks/serving/bench_control_plane.py [--parts http,requests,session,rate,replicas,memory,prefix] [--out FILE]
 
 http      CPU time of each process a token while it carries 1 to 1,024 streams over HTTP, and added latency: from a token
           ready in the executor to its chunk on the client's socket, on one clock.
+requests  CPU time of each process a request of one token, 16 at once: what a request costs beside its tokens.
 session   the share of sequence-steps that stand still for want of a block at 12,500 tokens/s, through the scheduler's
           `Session` alone: 256 sequences at 20 ms a step, 24 at 2 ms.
-rate      more and more sequences on four executors: the highest rate at which that share stays below 1 %.
+rate      more and more sequences on several executors: the highest rate at which that share stays below 1 %.
 replicas  2 and 4 gateways on one port with as many tokenizers: CPU time a token of all together and of the busiest.
 memory    what a queued and a running request take in the scheduler.
 prefix    time to the first token of a long prompt, 90 % of it cached and none: see bench_prefix_cache.py.
@@ -31,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -42,7 +44,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 import psutil  # noqa: E402
 import uvloop  # noqa: E402
 from bench_prefix_cache import measure as prefix_row  # noqa: E402
-from load_client import Answer, completion_job, run_load, spread_ms  # noqa: E402
+from load_client import Answer, LoadRun, completion_job, run_load, spread_ms  # noqa: E402
 from session_load import session, window  # noqa: E402
 from word_tokenizer import random_text, words, write_tokenizer  # noqa: E402
 
@@ -51,7 +53,7 @@ from rorqual.launch.plan import module_environ  # noqa: E402
 
 VOCAB_SIZE = 8192
 WARM_UP_TOKENS = 8
-PARTS = ("http", "session", "rate", "replicas", "memory", "prefix")
+PARTS = ("http", "requests", "session", "rate", "replicas", "memory", "prefix")
 MOST_PAUSED = 0.01
 ENVIRON = module_environ(ROOT, os.environ)
 
@@ -158,6 +160,10 @@ class HttpStack:
         """A warm-up, then a row; the executor is ended with it."""
         num_jobs = max(num_streams, 4)
         self._load(num_streams, [(8, WARM_UP_TOKENS)] * num_jobs, timeout_s)
+        # The tokenizer asks each second what is served: where the executor is a new one, requests wait for its answer.
+        time.sleep(1.5)
+        while urllib.request.urlopen(f"{self._stack.url}/health", timeout=10).status != 200:
+            time.sleep(0.1)
         # No two requests have the same two lengths, so that the executor's record names them.
         least = max(new_tokens, WARM_UP_TOKENS + 1)
         lengths = [(8 + j // 32, least + j % 32) for j in range(num_jobs)]
@@ -181,7 +187,19 @@ class HttpStack:
             **run.summary(),
         }
 
-    def _load(self, num_streams: int, lengths: list[tuple[int, int]], timeout_s: float) -> Any:
+    def measure_requests(self, num_requests: int, num_streams: int, timeout_s: float) -> dict[str, Any]:
+        """CPU time of each process a request of one token."""
+        self._load(num_streams, [(8, 1)] * 100, timeout_s)
+        before = {name: cpu_s(process) for name, process in self._processes.items()}
+        run = self._load(num_streams, [(8, 1)] * num_requests, timeout_s)
+        spent = {name: cpu_s(process) - before[name] for name, process in self._processes.items()}
+        return {
+            "streams": num_streams,
+            **{f"{name}_us_per_request": round(1e6 * seconds / num_requests) for name, seconds in spent.items()},
+            "requests_s": round(num_requests / run.wall_s),
+        }
+
+    def _load(self, num_streams: int, lengths: list[tuple[int, int]], timeout_s: float) -> LoadRun:
         jobs = [completion_job(random_text(self._vocab, prompt, self._rng), prompt, count) for prompt, count in lengths]
         return uvloop.run(run_load(self._stack.url, jobs, num_streams, timeout_s))
 
@@ -198,6 +216,14 @@ def http_rows(model: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]
     finally:
         if stack is not None:
             stack.close()
+
+
+def request_row(model: Path, args: argparse.Namespace) -> dict[str, Any]:
+    stack = HttpStack(model, 1, sim_step_ms=2.0)
+    try:
+        return stack.measure_requests(1000, 16, args.timeout)
+    finally:
+        stack.close()
 
 
 def replica_rows(model: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -345,15 +371,18 @@ def numbers(text: str, count: int = 0) -> list[float]:
 def parse() -> argparse.Namespace:
     num_cpus = len(os.sched_getaffinity(0))
     # What 256 and 1,024 streams bring in a second is what the machine can carry: all processes share its cores.
-    steps = "10,10,20,80" if num_cpus >= 8 else "10,10,150,600"
+    is_wide = num_cpus >= 8
+    steps, new_tokens = ("10,10,20,80", "150,300,400,64") if is_wide else ("10,10,150,600", "150,300,64,24")
+    rates = "512,1024,1536,2048,2560,3072,4096" if is_wide else "128,256,512"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--streams", default="1,32,256,1024", help="of part http")
     parser.add_argument("--step-ms", default=steps, help="one a number of streams, or one for all")
-    parser.add_argument("--new-tokens", default="150,300,64,24", help="one a number of streams, or one for all")
+    parser.add_argument("--new-tokens", default=new_tokens, help="one a number of streams, or one for all")
     parser.add_argument("--replicas", default="2,4")
-    parser.add_argument("--replica-step-ms", type=float, default=20.0 if num_cpus >= 8 else 150.0)
-    parser.add_argument("--rates", default="128,256,512,768,1024,1536,2048", help="sequences at 10 ms a step")
+    parser.add_argument("--replica-step-ms", type=float, default=20.0 if is_wide else 150.0)
+    parser.add_argument("--rates", default=rates, help="sequences at 10 ms a step")
+    parser.add_argument("--rate-executors", type=int, default=8 if is_wide else 2, help="that share them")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each window of parts session and rate")
     parser.add_argument("--timeout", type=float, default=120.0, help="of a run over HTTP")
     parser.add_argument("--out", type=Path)
@@ -411,12 +440,14 @@ def main() -> None:
         for part in args.parts:
             if part == "http":
                 result["rows"] = show(part, http_rows(model, args))
+            elif part == "requests":
+                (result["requests"],) = show(part, [request_row(model, args)])
             elif part == "session":
                 cases = ((256, 20.0), (24, 2.0))
                 rows = (row for n, step_ms in cases for row in session_rows(model, [n], step_ms, 1, args.seconds))
                 result["session"] = show(part, rows)
             elif part == "rate":
-                rates = show(part, session_rows(model, args.rates, 10.0, 4, args.seconds / 2))
+                rates = show(part, session_rows(model, args.rates, 10.0, args.rate_executors, args.seconds / 2))
                 held = [row["made_tok_s"] for row in rates if row["paused_share"] < MOST_PAUSED]
                 result |= {"highest_rate_tok_s": max(held, default=0), "rate": rates}
             elif part == "replicas":

@@ -250,12 +250,12 @@ class Engine:
     # -- effects --------------------------------------------------------------------------------------
 
     def _dispatch(self, effects: Effects) -> None:
-        streams = self._streams
+        streams, get = self._streams, self._streams.get
         for event in effects.events:
-            stream = streams.get(event.stream_id)
+            stream = get(event.stream_id)
             if stream is None:
                 continue
-            if stream.trace is None and isinstance(event, StreamTokens):
+            if isinstance(event, StreamTokens) and stream.trace is None:
                 stream.outbox.push(stream.local_id, event)
                 continue
             if isinstance(event, (StreamFinished, StreamFailed)):

@@ -29,16 +29,18 @@ class Outbox:
 
     def push(self, stream_id: int, event: StreamEvent) -> None:
         """Append an event of the caller's stream `stream_id`."""
+        events = self._events
         if isinstance(event, StreamTokens):
-            at = self._last.get(stream_id)
-            if at is not None:
-                earlier = self._events[at][1]
+            num_events = len(events)
+            at = self._last.setdefault(stream_id, num_events)
+            if at != num_events:
+                earlier = events[at][1]
                 assert isinstance(earlier, StreamTokens)
-                self._events[at] = stream_id, _merged(earlier, event)
+                events[at] = stream_id, _merged(earlier, event)
                 return
-            self._last[stream_id] = len(self._events)
-        self._events.append((stream_id, event))
-        self._ready.set()
+        if not events:  # (while any waits, it is set)
+            self._ready.set()
+        events.append((stream_id, event))
 
     def beat(self) -> None:
         """A heartbeat goes out, alone if nothing else does."""

@@ -186,8 +186,9 @@ def fill_frame(
         out = add()
         out.stream_id = stream_id
         if isinstance(event, StreamTokens):
-            if event.logprobs is None and event.prompt_logprobs is None:
-                out.delta.token_ids = bytes(event.token_ids)
+            _, token_ids, logprobs, prompt_logprobs = event
+            if logprobs is None and prompt_logprobs is None:
+                out.delta.token_ids = token_ids if type(token_ids) is bytes else bytes(token_ids)
             else:
                 fill_delta(out.delta, event)
         elif isinstance(event, StreamStarted):
