@@ -7,6 +7,7 @@
 // bit for bit; the norm's sum runs in another order.
 #include "rorqual/device.cuh"
 #include "rorqual/launch.h"
+#include "rorqual/launch_kernel.cuh"
 
 namespace rorqual {
 namespace {
@@ -33,6 +34,10 @@ __device__ __forceinline__ uint32_t turn_pair(uint32_t pair, float cos, float si
 
 template <bool kNorm>
 __global__ void __launch_bounds__(kWarpSize * MlaRow::kWarps) mla_store_kernel(const MlaStoreParams p) {
+  // In this order: decode attention reads its plan, its tables and the cache of earlier steps before it waits for the kernel
+  // ahead of it, and rests on what came before this one having ended by then.
+  wait_for_previous_kernel();
+  let_dependents_launch();
   const int64_t token = blockIdx.x;
   const int64_t slot = p.slot_mapping[token];
   if (slot < 0) return;
@@ -103,15 +108,8 @@ __global__ void __launch_bounds__(kWarpSize * MlaRow::kWarps) mla_store_kernel(c
 }  // namespace
 
 cudaError_t launch_mla_store(const MlaStoreParams& p, cudaStream_t stream) {
-  constexpr int kThreads = kWarpSize * MlaRow::kWarps;
-  // Neither begins early nor lets others: decode attention reads its plan, its tables and the cache of earlier steps before
-  // it waits for the kernel ahead of it, and rests on what came before this one having ended.
-  if (p.norm_weight != nullptr) {
-    mla_store_kernel<true><<<p.num_tokens, kThreads, 0, stream>>>(p);
-  } else {
-    mla_store_kernel<false><<<p.num_tokens, kThreads, 0, stream>>>(p);
-  }
-  return cudaGetLastError();
+  const auto kernel = p.norm_weight != nullptr ? mla_store_kernel<true> : mla_store_kernel<false>;
+  return launch_kernel(kernel, dim3(p.num_tokens), kWarpSize * MlaRow::kWarps, stream, {.overlaps = true}, p);
 }
 
 }  // namespace rorqual

@@ -393,7 +393,7 @@ class GpuModel:
         """What was launched before ends before anything launched after it begins.
 
         Our kernels may begin early, and attention reads its plan before it waits for the kernel ahead of it. In a step
-        of decode rows `mla_store`, which neither begins early nor lets others, stands between the two.
+        of decode rows `mla_store` stands between the two, which lets others begin only after its own wait.
         """
         self._zero_fence()
         if self._launches is not None:
