@@ -362,9 +362,24 @@ class SchedulerCore:
                 seq.num_tokens += num_new
                 if seq.num_tokens >= seq.next_check:
                     executor.note_tokens(seq)
-            if finish and finish[i]:
+            if finish and finish[i] and not (finish[i] == FinishReason.LENGTH and self._runs_on_elsewhere(seq)):
                 self._finish(seq, FinishReason(finish[i]), is_gone=True)
         self.stats.num_generated_tokens += num_reported
+
+    def _runs_on_elsewhere(self, seq: Sequence) -> bool:
+        """Whether `seq`, which an executor has ended, has only outgrown it; then it is on its way to a larger one."""
+        executor, model = seq.executor, self.model
+        assert executor is not None
+        assert model is not None
+        if not seq.is_open_ended or self._validate(seq, model) is not None or seq.num_tokens >= seq.max_total:
+            return False
+        if seq.state is State.RUNNING:
+            executor.leave(seq)
+            self._note_running(seq, -1)
+            self._touch(executor)
+            self._events.append(StreamPreempted(seq.stream_id, "outgrown"))
+            self._return_to_queue(seq)
+        return True
 
     def _emit_with_logprobs(self, seq: Sequence, new: bytes, logprobs: list[object]) -> None:
         of_prompt: list[object] | None = None
@@ -514,6 +529,10 @@ class SchedulerCore:
                 miss, diverged_at = self._prefixes.why_missed(seq, plan.num_cached_blocks, executor.cache)
             self._prefixes.remember(seq)
         self._drain.note(seq.queued_work, self._now_s)
+        if not executor.capacity.holds(seq.max_total, seq.max_blocks):
+            seq.max_total = executor.capacity.longest
+            seq.max_blocks = blocks_for(seq.max_total - 1)
+            seq.validated_at = 0
         executor.admit(seq, self._num_seq_ids, plan)
         self._note_running(seq, 1)
         self._placement.refresh(executor)
@@ -574,12 +593,8 @@ class SchedulerCore:
         )
         # The executor makes one token of a prompt that is only scored, which nobody sees.
         max_total = total_tokens_bound(request, model, capacities) + seq.scores_prompt_only
-        if seq.started:
-            was_ours_to_choose = (
-                request.max_tokens is None or request.num_prompt_tokens + request.max_tokens > seq.max_total
-            )
-            if not was_ours_to_choose or max_total <= seq.num_tokens:
-                max_total = seq.max_total
+        if seq.started and (not seq.is_open_ended or max_total <= seq.num_tokens):
+            max_total = seq.max_total
         max_blocks = blocks_for(max_total - 1)
         if capacities and not any(capacity.holds(max_total, max_blocks) for capacity in capacities):
             return capacity_error(request, max_total, capacities)

@@ -166,8 +166,17 @@ class ExecutorState:
         return None
 
     def fits(self, seq: Sequence) -> bool:
-        """Whether `seq` could run here to its end, were it alone."""
-        return self.capacity.holds(seq.max_total, seq.max_blocks) and self.capacity.takes(seq.request)
+        """Whether `seq` could run here to its end, were it alone.
+
+        One without an end of its own may also run here until it has outgrown this executor, and then elsewhere: while it
+        takes no more than half of what could be held, so that what is computed again is never more than was gained.
+        """
+        capacity = self.capacity
+        if not capacity.takes(seq.request):
+            return False
+        return capacity.holds(seq.max_total, seq.max_blocks) or (
+            seq.is_open_ended and 2 * seq.num_tokens <= capacity.longest
+        )
 
     def _end_of_computing(self, hashes: list[bytes], matched: int, most: int) -> int:
         """Up to which block, at least `matched` and at most `most`, the prefix will be there when others have computed it."""

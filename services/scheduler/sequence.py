@@ -134,6 +134,12 @@ class Sequence:
         return self.prefill_end - self.num_sent
 
     @property
+    def is_open_ended(self) -> bool:
+        """Whether it ends where an executor does, not where the request says."""
+        max_tokens = self.request.max_tokens
+        return max_tokens is None or self.request.num_prompt_tokens + max_tokens > self.max_total
+
+    @property
     def needs_all_logits(self) -> bool:
         """Whether every position of the prompt must be computed, for its log-probabilities."""
         return self.request.wants_prompt_logprobs and not self.prompt_logprobs_delivered

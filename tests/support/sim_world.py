@@ -322,7 +322,9 @@ class World:
         tokens, reason = self.expected(client)
         num_total = client.proto.num_prompt_tokens + event.num_generated_tokens
         if event.reason == FinishReason.LENGTH and num_total in self._longest and len(client.tokens) < len(tokens):
-            return  # the longest that fits somewhere; that the tokens are right was checked as they came
+            # The longest that fits somewhere; that the tokens are right was checked as they came.
+            assert num_total >= self._longest_now(client.proto), "a larger executor is here"
+            return
         assert client.tokens == tokens, (
             f"stream {client.stream_id} ended with {len(client.tokens)} of {len(tokens)} tokens"
         )
@@ -331,6 +333,15 @@ class World:
         assert event.num_generated_tokens == held + len(tokens)
         if reason == common_pb2.FINISH_REASON_STOP:
             assert event.stop_token_id in client.proto.sampling.stop_token_ids
+
+    def _longest_now(self, proto: generation_pb2.GenerateRequest) -> int:
+        """How long the history of `proto`, which names no end within reach, could become on the executors that are here."""
+        longest = 0
+        for sim in (link.sim.config for link in self.links.values()):
+            if sim.takes_grammars or not proto.sampling.HasField("grammar"):
+                fits = sim.max_model_len if proto.HasField("max_tokens") else sim.num_blocks * BLOCK_SIZE + 1
+                longest = max(longest, min(sim.max_model_len, fits))
+        return longest
 
     def _check_error(self, client: Client) -> None:
         error = client.error

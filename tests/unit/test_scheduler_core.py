@@ -867,6 +867,30 @@ def test_what_fits_nowhere_is_refused_at_once_with_the_figures() -> None:
     world.run_to_end()
 
 
+def test_what_names_no_end_begins_anywhere_and_runs_on_where_more_fits() -> None:
+    world, small = make_world(num_blocks=5, executor_id="small")
+    large = world.connect(make_sim(num_blocks=20, executor_id="large"))
+    busy = [world.open(make_proto(60, start=i, max_tokens=900)) for i in range(1, 4)]
+    assert len(of(Admit, turn(world, large))) == 3
+    client = world.open(make_proto(100, max_tokens=None))
+    (admit,) = of(Admit, turn(world, small))
+    assert admit.max_total_tokens == 5 * BLOCK_SIZE + 1
+    for other in busy:
+        world.cancel(other)
+    while len(client.tokens) < 221:
+        turn(world, small)
+    assert not client.ended
+    (admit,) = of(Admit, turn(world, large))
+    assert (admit.num_tokens, admit.max_total_tokens) == (321, 20 * BLOCK_SIZE + 1)
+    world.run_to_end()
+    assert len(client.tokens) == 20 * BLOCK_SIZE + 1 - 100
+    assert small.sim.num_computed_tokens == 100
+    again = world.open(make_proto(200, start=5, max_tokens=None))
+    assert of(Admit, turn(world, large)), "it would soon leave the small one"
+    world.run_to_end()
+    assert again.finish is FinishReason.LENGTH
+
+
 def test_grammars_go_where_they_are_taken() -> None:
     grammar = {"grammar": common_pb2.Grammar(text="root ::= .*")}
     world, plain = make_world(executor_id="plain")

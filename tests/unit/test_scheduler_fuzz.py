@@ -201,6 +201,11 @@ def _keep_labels_of_written_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockPool, "_forget", forget)
 
 
+def _end_where_the_executor_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A history that has outgrown its executor is over."""
+    monkeypatch.setattr(SchedulerCore, "_runs_on_elsewhere", lambda _self, _seq: False)
+
+
 def _copy_a_token_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a sibling's block one token of the prompt is left out."""
     original = ExecutorState.admit
@@ -372,6 +377,7 @@ def _keep_rejected_drafts_in_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
         _write_snapshots_late,
         _keep_rejected_drafts_in_the_state,
         _place_without_asking_whether_it_fits,
+        _end_where_the_executor_does,
         _copy_a_token_less,
         _copy_before_it_is_computed,
         _copy_from_one_that_has_left,
