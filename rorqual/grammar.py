@@ -26,13 +26,19 @@ MAX_GRAMMAR_BYTES = 256 << 10
 """Of a grammar's text."""
 _MAX_CACHED = 128
 _MAX_MESSAGE = 500
+_MAX_LEXER_STATES = 50_000
+_COST_WORDS = ("fuel", "too large", "too complex", "TooComplex", "limits.")
 
 # White space between the tokens of a JSON text: a blank, or a line with its indent; never an endless run.
 _JSON_OPTIONS = {"whitespace_pattern": r"( |\n[ \t]{0,24})"}
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be compiled; says why in the engine's words."""
+    """A grammar that cannot be compiled; says why, mostly in the engine's words."""
+
+
+class GrammarCostError(GrammarError):
+    """A grammar that would cost more than may be spent on one."""
 
 
 def json_grammar(schema: dict[str, Any], *, lenient: bool = False) -> str:
@@ -112,7 +118,9 @@ class GrammarEngine:
         # text stands for it; `masks` of it are not looked at.
         self.end_id: int = special[0]
         self._tokenizer = LLTokenizer(json.dumps(source), n_vocab=vocab_size, eos_token=self.end_id)
-        self._limits = LLParserLimits(verbose_errors=False)
+        # A state of the lexer takes 1 to 2 kB; the other limits, the engine's own, bound what is spent on one mask to some
+        # tens of milliseconds, and on compiling to about a second.
+        self._limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, LLMatcher] = OrderedDict()
 
@@ -126,17 +134,29 @@ class GrammarEngine:
                 self._cache.move_to_end(text)
                 return known.deep_copy()
         if len(text.encode()) > MAX_GRAMMAR_BYTES:
-            raise GrammarError(f"it has more than {MAX_GRAMMAR_BYTES >> 10} KiB")
+            raise GrammarCostError(f"it has more than {MAX_GRAMMAR_BYTES >> 10} KiB")
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # what is too complex for its first token fails here
         if matcher.is_error():
-            raise GrammarError(matcher.get_error()[:_MAX_MESSAGE].strip())
+            raise _error(matcher.get_error())
         with self._lock:
             self._cache[text] = matcher
             while len(self._cache) > _MAX_CACHED:
                 self._cache.popitem(last=False)
             return matcher.deep_copy()
+
+
+def _error(message: str) -> GrammarError:
+    """The engine's message, without what means nothing to who wrote the grammar."""
+    message = message.removesuffix("<non-verbose/>").strip()
+    if any(word in message for word in _COST_WORDS):
+        return GrammarCostError(
+            "it costs too much to compile: its expressions or alternatives are too many, or too large"
+        )
+    if message.startswith("NoExtension"):
+        return GrammarError("nothing can satisfy it")
+    return GrammarError(message[:_MAX_MESSAGE] or "it cannot be compiled")
 
 
 def open_engine(folder: Path, vocab_size: int) -> GrammarEngine | None:

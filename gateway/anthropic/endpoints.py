@@ -14,6 +14,7 @@ from ..asgi import Exchange
 from ..context import GatewayContext
 from ..openai import chat, endpoints
 from ..openai.answer_schema import ModelObject
+from ..openai.constraint import constraint_of
 from ..openai.conversation import chat_request
 from ..openai.fields import ignored_header
 from ..openai.serve import answer_options, begin, operation, serve_generation
@@ -73,6 +74,8 @@ async def count_tokens(context: GatewayContext, exchange: Exchange) -> None:
         chat_body, ignored = request.chat_body(body)
         exchange.extra_headers.update(ignored_header(unknown + ignored))
         question = text_pb2.TokenizeRequest(model=body.model or "", chat=chat_request(chat_body))
+        if (constraint := constraint_of(chat_body)) is not None:  # some prompts say it
+            question.chat.options.constraint.CopyFrom(constraint[1])
         replica = await context.replicas.acquire(body.model or "")
         try:
             response = await replica.stub.Tokenize(question, timeout=CALL_TIMEOUT_S)

@@ -55,7 +55,10 @@ def chat_body(body: CountTokensBody) -> tuple[ChatBody, list[str]]:
         if choice.disable_parallel_tool_use:
             chat.parallel_tool_calls = False
     if body.thinking is not None:
-        chat.chat_template_kwargs = {"thinking": body.thinking.type != "disabled"}
+        if body.thinking.type == "adaptive":  # as much as the model sees fit: none where it has no reasoning
+            chat.reasoning_effort = "adaptive"
+        else:
+            chat.chat_template_kwargs = {"thinking": body.thinking.type == "enabled"}
         if body.thinking.budget_tokens is not None:
             ignored.append("thinking.budget_tokens")
     if body.output_config is not None:
@@ -68,7 +71,7 @@ def chat_body(body: CountTokensBody) -> tuple[ChatBody, list[str]]:
             chat.response_format = ResponseFormat(asked.type, JsonSchemaFormat(schema=asked.schema))
         if body.thinking is not None and body.thinking.type == "disabled":
             ignored += ["output_config.effort"] if body.output_config.effort else []  # it is the thinking's alone
-        else:
+        elif body.output_config.effort:
             chat.reasoning_effort = body.output_config.effort
     if chat.messages[-1].role == "assistant":
         chat.continue_final_message = True

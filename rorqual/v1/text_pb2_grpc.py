@@ -82,8 +82,8 @@ class TextServiceServicer:
         """Chat renders messages with the model's own template and streams the answer of every choice.
         INVALID_ARGUMENT: INVALID_MESSAGES, TEMPLATE_ERROR, INVALID_SAMPLING, PROMPT_TOO_LONG, INVALID_STOP,
         UNSUPPORTED_TOOLS (the model's chat format has no calls), UNSUPPORTED_TOOL_CHOICE (it cannot be forced here),
-        INVALID_CONSTRAINT, INVALID_TOOLS (a strict schema cannot be kept to), UNSUPPORTED_CONSTRAINT (executors take no
-        grammars).
+        INVALID_CONSTRAINT, INVALID_TOOLS (a strict schema cannot be kept to), CONSTRAINT_TOO_COMPLEX (either costs too
+        much), UNSUPPORTED_CONSTRAINT (executors take no grammars).
         NOT_FOUND: MODEL_NOT_FOUND. RESOURCE_EXHAUSTED: QUEUE_FULL, KV_CACHE_TOO_SMALL.
         FAILED_PRECONDITION: PROMPT_DIGEST_MISMATCH (a resume of another prompt), NO_CHAT_TEMPLATE.
         UNAVAILABLE: SCHEDULER_UNAVAILABLE. Cancelling the call cancels down to the KV blocks.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from rorqual.core.errors import InvalidRequestError
 from rorqual.grammar import (
+    GrammarCostError,
     GrammarEngine,
     GrammarError,
     choice_grammar,
@@ -19,7 +21,8 @@ from rorqual.v1 import text_pb2
 
 MAX_CHOICES = 1024
 MAX_DEPTH = 64
-_MAX_TRIALS = 256  # schemas that are compiled to find the one at fault
+_MAX_TRIALS = 256  # schemas that are compiled to find the one at fault,
+_MAX_SEARCH_S = 2.0  # and for how long
 
 # Keywords of JSON Schema whose value is a schema, a list of schemas, or an object of schemas.
 _ONE = (
@@ -39,7 +42,7 @@ _OBJECTS = ("$defs", "definitions", "properties", "patternProperties", "dependen
 
 
 def compile_constraint(constraint: text_pb2.Constraint, engine: GrammarEngine) -> str:
-    """The grammar's text, known to compile. INVALID_CONSTRAINT names the place at fault.
+    """The grammar's text, known to compile. INVALID_CONSTRAINT, or CONSTRAINT_TOO_COMPLEX, names the place at fault.
 
     May take long: to be called off the event loop.
     """
@@ -49,32 +52,35 @@ def compile_constraint(constraint: text_pb2.Constraint, engine: GrammarEngine) -
         case "json_schema" | "json_object":
             schema = _read_schema(constraint.json_schema, place) if kind == "json_schema" else {"type": "object"}
             fault = fault_of(schema, engine)
-            if fault:
-                _refuse(*(locate_fault(schema, engine, place) or (place, fault)))
+            if fault is not None:
+                refuse(*(locate_fault(schema, engine, place) or (place, fault)))
             return json_grammar(schema)
         case "regex":
             text = regex_grammar(constraint.regex)
         case "choices":
             texts = list(constraint.choices.texts)
             if not 1 <= len(texts) <= MAX_CHOICES or not all(texts):
-                _refuse(place, f"1 to {MAX_CHOICES} texts are taken, none of them empty")
+                refuse(place, f"1 to {MAX_CHOICES} texts are taken, none of them empty")
             text = choice_grammar(texts)
         case "grammar":
             try:
                 text = written_grammar(constraint.grammar)
             except GrammarError as error:
-                _refuse(place, str(error))
+                refuse(place, error)
         case _:
-            _refuse("constraint", "it says nothing")
+            refuse("constraint", "it says nothing")
     try:
         engine.compile(text)
     except GrammarError as error:
-        _refuse(place, str(error))
+        refuse(place, error)
     return text
 
 
-def _refuse(place: str, message: str) -> NoReturn:
-    raise InvalidRequestError(f"{place}: {message}", reason="INVALID_CONSTRAINT", field=place)
+def refuse(place: str, fault: GrammarError | str, *, reason: str = "INVALID_CONSTRAINT") -> NoReturn:
+    """`reason`: of a fault that is not one of cost."""
+    if isinstance(fault, GrammarCostError):
+        reason = "CONSTRAINT_TOO_COMPLEX"
+    raise InvalidRequestError(f"{place}: {fault}", reason=reason, field=place)
 
 
 def _read_schema(text: str, place: str) -> dict[str, Any]:
@@ -87,11 +93,11 @@ def _read_schema(text: str, place: str) -> dict[str, Any]:
     except RecursionError:
         deep = True
     except ValueError as error:
-        _refuse(place, f"it is not valid JSON: {error}")
+        refuse(place, f"it is not valid JSON: {error}")
     if deep:
-        _refuse(place, f"it is nested deeper than {MAX_DEPTH} levels")
+        refuse(place, GrammarCostError(f"it is nested deeper than {MAX_DEPTH} levels"))
     if not isinstance(schema, dict):
-        _refuse(place, "it must be a JSON schema object")
+        refuse(place, "it must be a JSON schema object")
     return schema
 
 
@@ -100,28 +106,28 @@ def _depth(value: Any) -> int:
     return 1 + max(map(_depth, inner), default=0)
 
 
-def fault_of(schema: dict[str, Any], engine: GrammarEngine) -> str:
-    """Why `schema` cannot be compiled; empty where it can."""
+def fault_of(schema: dict[str, Any], engine: GrammarEngine) -> GrammarError | None:
+    """Why `schema` cannot be compiled; None where it can."""
     try:
         engine.compile(json_grammar(schema))
     except GrammarError as error:
-        return str(error) or "it cannot be compiled"
-    return ""
+        return error
+    return None
 
 
-def locate_fault(schema: dict[str, Any], engine: GrammarEngine, place: str) -> tuple[str, str] | None:
+def locate_fault(schema: dict[str, Any], engine: GrammarEngine, place: str) -> tuple[str, GrammarError] | None:
     """The innermost schema that cannot be compiled by itself, and why: the engine's words name no place."""
     shared: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    trials = _MAX_TRIALS
+    trials, ends_s = _MAX_TRIALS, time.monotonic() + _MAX_SEARCH_S
 
-    def search(inside: dict[str, Any], here: str) -> tuple[str, str] | None:
+    def search(inside: dict[str, Any], here: str) -> tuple[str, GrammarError] | None:
         nonlocal trials
         for path, inner in _children(inside):
-            if trials <= 0:
+            if trials <= 0 or time.monotonic() > ends_s:
                 return None
             trials -= 1
             fault = fault_of({**shared, **inner}, engine)
-            if fault:
+            if fault is not None:
                 return search(inner, here + path) or (here + path, fault)
         return None
 

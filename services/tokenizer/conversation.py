@@ -11,7 +11,7 @@ from rorqual.core.errors import InvalidRequestError
 from rorqual.v1 import text_pb2
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "latest_reminder")
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max", "adaptive")
 _SWITCHES = ("thinking", "enable_thinking")  # two names of one thing
 _RESERVED = ("messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception", "namespace")
 MAX_MESSAGES = 65_536
@@ -29,7 +29,7 @@ class Conversation:
     add_generation_prompt: bool
     continue_final_message: bool
     thinking: bool | None = None  # None: the request does not say
-    reasoning_effort: str = ""  # one of EFFORTS but "none"; empty: the request does not say
+    reasoning_effort: str = ""  # one of EFFORTS but "none", "adaptive" leaves it open; empty: not said
     answer_schema: dict[str, Any] | None = None  # which the answer's JSON is held to
     wants_json: bool = False  # the answer is held to be an object, of any schema
 
@@ -197,6 +197,8 @@ def _read_thinking(variables: dict[str, Any], effort: str) -> tuple[bool | None,
             raise _invalid(where, f"reasoning_effort must be one of {', '.join(EFFORTS)}, got {effort[:64]!r}")
         asked["reasoning_effort"] = effort != "none"
         variables["reasoning_effort"] = effort
+        if effort == "adaptive":  # which no template knows
+            del variables["reasoning_effort"]
     if not asked:
         return None, ""
     if len(set(asked.values())) > 1:

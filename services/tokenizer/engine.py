@@ -95,6 +95,7 @@ class TextEngine:
         self._tracer = telemetry.tracer
         self._clock = clock
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="encode")
+        self._grammar_pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")  # no prompt waits behind a schema
         self._num_preparing = 0
         self._num_output_tokens = 0
         self._prompt_tokens = telemetry.metric("tokenizer_prompt_tokens_total")
@@ -107,6 +108,7 @@ class TextEngine:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._grammar_pool.shutdown(wait=False, cancel_futures=True)
 
     def on_frame(self) -> None:
         """Counts are brought up to date once for each frame of the scheduler."""
@@ -156,13 +158,13 @@ class TextEngine:
         """TOKEN_OUT_OF_RANGE for an id that the model does not have."""
         check_token_ids(field, token_ids, self._vocab_size)
 
-    async def in_pool(self, work: Callable[[], T]) -> T:
+    async def in_pool(self, work: Callable[[], T], pool: ThreadPoolExecutor | None = None) -> T:
         """Run `work` off the event loop. QUEUE_FULL where too many are waiting for that."""
         if self._num_preparing >= MAX_PREPARING:
             raise QueueFullError(f"{MAX_PREPARING} prompts are being encoded already; try again later")
         self._num_preparing += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+            return await asyncio.get_running_loop().run_in_executor(pool or self._pool, work)
         finally:
             self._num_preparing -= 1
 
@@ -198,7 +200,7 @@ class TextEngine:
             grammar = None
             if constrains:
                 after = self._after_token(request, prompt)
-                text = await self.in_pool(lambda: self._compile(request, prompt))
+                text = await self.in_pool(lambda: self._compile(request, prompt), self._grammar_pool)
                 grammar = common_pb2.Grammar(text=text, after_token_id=after)
             self._check_prompt(prompt, options, field="messages" if is_chat else "prompt")
             if not (isinstance(request, text_pb2.CompleteRequest) and request.echo):
@@ -378,7 +380,7 @@ class TextEngine:
         raise _unsupported(f"{what} is not supported by what serves this model", field=wants)
 
     def _compile(self, request: TextRequest, prompt: Prompt) -> str:
-        """The grammar of the answer, or of what follows its reasoning. In the pool."""
+        """The grammar of the answer, or of what follows its reasoning. In the grammars' pool."""
         assert self._grammars is not None
         options = request.options
         text = compile_constraint(options.constraint, self._grammars) if options.HasField("constraint") else None

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from rorqual.core.errors import InvalidRequestError
 from rorqual.grammar import GrammarEngine, GrammarError, json_grammar
 from rorqual.v1 import text_pb2
 
-from .constraint import fault_of, locate_fault
+from .constraint import fault_of, locate_fault, refuse
 from .control_tokens import ControlTokens
 from .conversation import may_call
 from .formats.base import ChatFormat
@@ -49,7 +48,8 @@ def compile_calls(
     *,
     beside: str | None,
 ) -> str:
-    """The grammar's text, known to compile. INVALID_TOOLS names the place in a strict tool's schema that is at fault.
+    """The grammar's text, known to compile. INVALID_TOOLS, or CONSTRAINT_TOO_COMPLEX, names the place in a strict tool's
+    schema that is at fault.
 
     `beside`: the grammar of an answer that may come in place of calls. May take long: to be called off the event loop.
     """
@@ -67,7 +67,7 @@ def compile_calls(
         beside=None if forced else beside,
         after_text=not forced and beside is None,
     )
-    fault = ""
+    fault = GrammarError("")
     for trial in _trials(tools, engine):
         try:
             text = call_grammar(chat_format, replace(rules, tools=trial), control)
@@ -75,15 +75,14 @@ def compile_calls(
             return text
         except UnenforceableError as error:
             index = next(index for index, tool in given if tool.name == error.tool_name)
-            _refuse(f"tools[{index}].function.parameters{error.path}", str(error))
+            refuse(f"tools[{index}].function.parameters{error.path}", str(error), reason="INVALID_TOOLS")
         except GrammarError as error:
-            fault = str(error)
+            fault = error
     for (index, _), tool in zip(given, tools, strict=True):
         place = f"tools[{index}].function.parameters"
-        if tool.strict and (alone := fault_of(tool.schema, engine)):
-            _refuse(*(locate_fault(tool.schema, engine, place) or (place, alone)))
-    _refuse("tools", f"together they cannot be compiled: {fault}")
-    raise AssertionError
+        if tool.strict and (alone := fault_of(tool.schema, engine)) is not None:
+            refuse(*(locate_fault(tool.schema, engine, place) or (place, alone)), reason="INVALID_TOOLS")
+    refuse("tools", fault, reason="INVALID_TOOLS")
 
 
 def _trials(tools: list[CallableTool], engine: GrammarEngine) -> Iterator[list[CallableTool]]:
@@ -111,7 +110,3 @@ def _schema_of(tool: text_pb2.Tool) -> dict[str, Any]:
     if schema.get("properties") == {} and "patternProperties" not in schema:
         schema = {"additionalProperties": False, **schema}
     return schema if "type" in schema else {"type": "object", **schema}
-
-
-def _refuse(place: str, message: str) -> None:
-    raise InvalidRequestError(f"{place}: {message}", reason="INVALID_TOOLS", field=place)

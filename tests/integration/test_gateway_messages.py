@@ -187,18 +187,21 @@ async def test_why_it_stopped(
 
 @pytest.mark.parametrize(
     ("thinking", "switch"),
-    [({"type": "enabled", "budget_tokens": 1024}, True), ({"type": "disabled"}, False), ({"type": "adaptive"}, True)],
+    [({"type": "enabled", "budget_tokens": 1024}, True), ({"type": "disabled"}, False), ({"type": "adaptive"}, None)],
 )
 async def test_the_thinking_switch(
-    http: RunningGateway, tokenizer: ScriptedTokenizer, thinking: Any, switch: bool
+    http: RunningGateway, tokenizer: ScriptedTokenizer, thinking: Any, switch: bool | None
 ) -> None:
     body = {**BODY, "thinking": thinking, "output_config": {"effort": "high"}}
     response = await http.client.post("/v1/messages", json=body)
     request = chat_of(tokenizer)
-    assert json.loads(request.chat_template_kwargs_json) == {"thinking": switch}
-    assert request.reasoning_effort == ("high" if switch else "")
+    # Adaptive asks for nothing: a model that has no reasoning answers without.
+    assert json.loads(request.chat_template_kwargs_json or "{}") == ({} if switch is None else {"thinking": switch})
+    assert request.reasoning_effort == ("" if switch is False else "high")
     ignored = {"enabled": "thinking.budget_tokens", "disabled": "output_config.effort", "adaptive": None}
     assert response.headers.get("x-rorqual-ignored-fields") == ignored[thinking["type"]]
+    await http.client.post("/v1/messages", json={**BODY, "thinking": thinking})
+    assert chat_of(tokenizer).reasoning_effort == ("adaptive" if switch is None else "")
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,7 @@ DEEP: Any = list(NEST)[-1]
         ({"properties": {"p": {"type": "array", "uniqueItems": True}}}, ".properties.p"),
         ({"x-guidance": {"lenient": True}, "not": {}}, ""),
         (DEEP, ""),
+        ({"properties": {"p": {"$ref": "#"}}, "required": ["p"]}, ".properties.p"),
         ([], ""),
     ],
 )
@@ -204,13 +205,35 @@ def test_a_bad_schema_names_the_place(engine: GrammarEngine, schema: Any, place:
         compile_constraint(text_pb2.Constraint(json_schema=json.dumps(schema)), engine)
     assert caught.value.field == f"constraint.json_schema{place}"
     assert caught.value.message.startswith(caught.value.field)
-    assert caught.value.reason == "INVALID_CONSTRAINT"
+    assert caught.value.reason == ("CONSTRAINT_TOO_COMPLEX" if schema is DEEP else "INVALID_CONSTRAINT")
 
 
 @pytest.mark.parametrize("text", ["{", '{"const": NaN}', "[" * 50_000])
 def test_a_schema_that_is_no_json(engine: GrammarEngine, text: str) -> None:
     with pytest.raises(InvalidRequestError):
         compile_constraint(text_pb2.Constraint(json_schema=text), engine)
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        text_pb2.Constraint(regex="[a-z]{0,50}" * 500),
+        text_pb2.Constraint(regex="a" * (MAX_GRAMMAR_BYTES + 1)),
+        text_pb2.Constraint(
+            json_schema=json.dumps(
+                {"allOf": [{"anyOf": [{"properties": {f"a{i}{j}": {"type": "integer"}}} for j in range(6)]} for i in range(6)]}
+            )
+        ),
+    ],
+    ids=["regex", "long", "product"],
+)  # fmt: skip
+def test_what_costs_too_much_has_a_name(engine: GrammarEngine, constraint: text_pb2.Constraint) -> None:
+    began_s = time.perf_counter()
+    with pytest.raises(InvalidRequestError, match="costs too much|KiB") as caught:
+        compile_constraint(constraint, engine)
+    assert caught.value.reason == "CONSTRAINT_TOO_COMPLEX"
+    assert "limits." not in caught.value.message
+    assert time.perf_counter() - began_s < 10
 
 
 def test_costly_regexes_end_in_time(engine: GrammarEngine) -> None:

@@ -398,3 +398,14 @@ def test_a_template_before_a_tokenizer_whose_tokens_take_blanks() -> None:
     assert ids(prompts.chat(plain, time_unix_s=0)) == vocabulary.encode(f"{BOS}<｜User｜>   a b")
     assert ids(prompts.chat(plain, time_unix_s=0)) == vocabulary.encode(f"{BOS}<｜User｜>a b")
     assert vocabulary.control.ids["<think>"] not in ids(prompts.chat(marked, time_unix_s=0))
+
+
+@pytest.mark.parametrize("format_name", sorted(FORMATS))
+def test_adaptive_thinking_is_taken_by_every_format(format_name: str) -> None:
+    """It thinks where there is a switch; where there is none it changes nothing."""
+    messages = [{"role": "user", "content": "U"}]
+    adaptive = render(format_name, messages, reasoning_effort="adaptive").text
+    if FORMATS[format_name].thinking is Thinking.SWITCH:
+        assert adaptive == render(format_name, messages, chat_template_kwargs={"thinking": True}).text
+    else:
+        assert adaptive == render(format_name, messages).text

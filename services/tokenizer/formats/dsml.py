@@ -294,7 +294,8 @@ class V4(_DsmlFormat):
             return index == last and chat.add_generation_prompt
 
         out.mark(BOS)
-        effort = self.efforts.get(chat.reasoning_effort or self.default_effort, "") if thinks else ""
+        usual = self.efforts.get(self.default_effort, "")
+        effort = self.efforts.get(chat.reasoning_effort, usual) if thinks else ""
         if turns[0]["role"] != "system":
             if effort and self.system_mark:
                 out.mark(self.system_mark)
