@@ -307,7 +307,7 @@ def test_more_than_can_be_compiled_is_refused() -> None:
         "properties": {f"p{i}": {"type": "string", "pattern": f"^{i}{'x' * 300}$"} for i in range(900)},
     }
     request.tools.add(name="wide", parameters_json=json.dumps(wide), strict=True)
-    with pytest.raises(InvalidRequestError, match="KiB|costs too much") as caught:
+    with pytest.raises(InvalidRequestError, match=r"KiB|costs too much") as caught:
         grammar_of("deepseek-v3", request)
     assert caught.value.reason == "CONSTRAINT_TOO_COMPLEX"
     request.tools[3].strict = False  # then it is any object
