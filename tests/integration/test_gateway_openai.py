@@ -398,6 +398,11 @@ async def test_errors_before_the_answer_are_plain_answers(
     with pytest.raises(openai.RateLimitError) as full:
         await ask()
     assert full.value.response.headers["retry-after"] == "1"
+    for code, reason in ((8, "QUEUE_FULL"), (4, "DEADLINE_UNREACHABLE")):
+        refuse(code, reason, metadata={"retry_after_s": "12"})
+        with pytest.raises(openai.RateLimitError) as busy:
+            await ask()
+        assert busy.value.response.headers["retry-after"] == "12"
     refuse(14, "SCHEDULER_UNAVAILABLE")
     with pytest.raises(openai.InternalServerError) as gone:
         await ask()
