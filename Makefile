@@ -72,7 +72,7 @@ bench-gpu: setup-dev kernels  ## kernels against their rooflines, then serving, 
 bench-formats: setup-dev  ## CPU time a token of the chat formats' parsers, and of a prompt of 100k tokens
 	@PYTHONPATH=. $(VENV)/python benchmarks/formats/bench_formats.py $(FLAGS)
 
-bench-control-plane: setup-dev  ## CPU time a token and added latency of scheduler, tokenizer and gateway at 1 to 1,024 streams
+bench-control-plane: setup-dev  ## what scheduler, tokenizer and gateway cost a token and add, with a simulated executor (under 5 minutes)
 	@$(VENV)/python benchmarks/serving/bench_control_plane.py $(FLAGS)
 
 bench-scheduler: setup-dev  ## what a decision costs with up to 512 executors and 100,000 queued requests

@@ -8,7 +8,7 @@ requests  CPU time of each process a request of one token, 16 at once: what a re
 session   the share of sequence-steps that stand still for want of a block at 12,500 tokens/s, through the scheduler's
           `Session` alone: 256 sequences at 20 ms a step, 24 at 2 ms.
 rate      more and more sequences on several executors: the highest rate at which that share stays below 1 %.
-replicas  2 and 4 gateways on one port with as many tokenizers: CPU time a token of all together and of the busiest.
+replicas  1, 2 and 4 gateways on one port with as many tokenizers, 256 streams: CPU time a token of all together and of the busiest.
 memory    what a queued and a running request take in the scheduler.
 prefix    time to the first token of a long prompt, 90 % of it cached and none: see bench_prefix_cache.py.
 
@@ -230,7 +230,7 @@ def replica_rows(model: Path, args: argparse.Namespace) -> Iterator[dict[str, An
     for num_replicas in args.replicas:
         stack = HttpStack(model, num_replicas, sim_step_ms=args.replica_step_ms)
         try:
-            row = stack.measure(256, 48, args.timeout)
+            row = stack.measure(256, args.replica_new_tokens, args.timeout)
         finally:
             stack.close()
         yield {"gateways": num_replicas, "tokenizers": num_replicas, "step_ms": args.replica_step_ms, **row}
@@ -372,14 +372,15 @@ def parse() -> argparse.Namespace:
     num_cpus = len(os.sched_getaffinity(0))
     # What 256 and 1,024 streams bring in a second is what the machine can carry: all processes share its cores.
     is_wide = num_cpus >= 8
-    steps, new_tokens = ("10,10,20,80", "150,300,400,64") if is_wide else ("10,10,150,600", "150,300,64,24")
+    steps, new_tokens = ("10,10,20,80", "150,300,400,64") if is_wide else ("10,10,150,400", "150,300,64,24")
     rates = "512,1024,1536,2048,2560,3072,4096" if is_wide else "128,256,512"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--streams", default="1,32,256,1024", help="of part http")
     parser.add_argument("--step-ms", default=steps, help="one a number of streams, or one for all")
     parser.add_argument("--new-tokens", default=new_tokens, help="one a number of streams, or one for all")
-    parser.add_argument("--replicas", default="2,4")
+    parser.add_argument("--replicas", default="1,2,4")
+    parser.add_argument("--replica-new-tokens", type=int, default=100 if is_wide else 48)
     parser.add_argument("--replica-step-ms", type=float, default=20.0 if is_wide else 150.0)
     parser.add_argument("--rates", default=rates, help="sequences at 10 ms a step")
     parser.add_argument("--rate-executors", type=int, default=8 if is_wide else 2, help="that share them")
