@@ -196,7 +196,7 @@ DEEP: Any = list(NEST)[-1]
         ({"properties": {"p": {"type": "array", "uniqueItems": True}}}, ".properties.p"),
         ({"x-guidance": {"lenient": True}, "not": {}}, ""),
         (DEEP, ""),
-        ({"type": "object", "properties": {"p": {"$ref": "#"}}, "required": ["p"]}, ".properties.p"),
+        ({"$ref": "#"}, ""),
         ([], ""),
     ],
 )
