@@ -10,15 +10,15 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
@@ -99,6 +99,9 @@ METRICS: Mapping[str, MetricSpec] = {
         MetricSpec("scheduler_executors", Gauge, "executors connected"),
         MetricSpec("scheduler_paused_sequence_steps_total", Counter, "sequence-steps that waited for an Extend"),
         MetricSpec("scheduler_finished_total", Counter, "sequences ended, by reason", ("reason",)),
+        # every process that exports spans
+        MetricSpec("spans_ended_total", Counter, "sampled spans that ended"),
+        MetricSpec("spans_exported_total", Counter, "spans that the collector took; the others wait, or were dropped"),
         # executor
         MetricSpec("executor_step_seconds", Histogram, "step time by kind", ("kind",), _TOKEN_TIME_BUCKETS_S),
         MetricSpec("executor_steps_total", Counter, "steps run", ("kind",)),
@@ -107,6 +110,36 @@ METRICS: Mapping[str, MetricSpec] = {
         MetricSpec("executor_reconnects_total", Counter, "links opened to a scheduler"),
     )
 }
+
+
+class _EndedSpans(SpanProcessor):
+    """Counts what is handed to the export queue, which drops silently when a collector is too slow for it."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+
+    def on_end(self, span: ReadableSpan) -> None:
+        self._counter.inc()
+
+
+class _CountedExporter(SpanExporter):
+    """Counts what `exporter` got through."""
+
+    def __init__(self, exporter: SpanExporter, counter: Counter) -> None:
+        self._exporter = exporter
+        self._counter = counter
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = self._exporter.export(spans)
+        if result is SpanExportResult.SUCCESS:
+            self._counter.inc(len(spans))
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return self._exporter.force_flush(timeout_millis)
 
 
 class Telemetry:
@@ -134,7 +167,9 @@ class Telemetry:
             self._provider = TracerProvider(
                 resource=Resource.create(attributes), sampler=ParentBased(TraceIdRatioBased(config.trace_sample_ratio))
             )
-            self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=1000))
+            counted = _CountedExporter(exporter, self.metric("spans_exported_total"))
+            self._provider.add_span_processor(_EndedSpans(self.metric("spans_ended_total")))
+            self._provider.add_span_processor(BatchSpanProcessor(counted, schedule_delay_millis=1000))
             self.tracer: trace.Tracer = self._provider.get_tracer("rorqual", __version__)
         else:
             self.tracer = trace.NoOpTracer()

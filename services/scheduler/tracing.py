@@ -11,6 +11,7 @@ from rorqual.v1 import common_pb2
 
 from .events import Request
 from .stream_events import (
+    FinishReason,
     StreamAdmitted,
     StreamEvent,
     StreamFailed,
@@ -77,6 +78,8 @@ class RequestTrace:
         elif isinstance(event, StreamFinished):
             self._span.set_attribute(t.ATTR_OUTPUT_TOKENS, event.num_generated_tokens)
             self._span.set_attribute(t.ATTR_FINISH_REASONS, [event.reason.name.lower()])
+            if event.reason in (FinishReason.ABORTED, FinishReason.ERROR):
+                self._span.set_status(Status(StatusCode.ERROR, event.reason.name))
             self._end()
         elif isinstance(event, StreamFailed):
             self._span.set_status(Status(StatusCode.ERROR, event.error.reason))

@@ -189,6 +189,77 @@ async def test_equal_prompt_is_served_from_the_cache(stack: Stack) -> None:
     await stack.all_blocks_return()
 
 
+@pytest.mark.parametrize("num_draft_tokens", [0, 1])
+@pytest.mark.parametrize("room", [32, 64, 68])
+async def test_prompts_about_a_blocks_edge_again_and_at_once(room: int, num_draft_tokens: int) -> None:
+    """Whatever is cached, the last token is computed, and the answers are those of no cache."""
+    stack = await start_stack(peer_timeout_s=30.0)
+    seqs = 4
+    try:
+        link = await stack.executor(
+            max_num_seqs=seqs,
+            max_num_batched_tokens=seqs * (1 + num_draft_tokens) + max(room, 64),
+            num_draft_tokens=num_draft_tokens,
+        )
+        for num_prompt in (1, 63, 64, 65, 127, 128, 129, 192):
+            proto = request(num_prompt, max_tokens=20, seed=num_prompt)
+            expected = alone(proto)
+            for turn in range(3):
+                computed = link.executor.num_computed_tokens
+                tokens, started, finished = await collect(stack.stub.Generate(proto))
+                cached = (num_prompt - 1) // 64 * 64 if turn else 0
+                assert tokens == expected
+                assert started.num_cached_tokens == finished.num_cached_tokens == cached
+                assert link.executor.num_computed_tokens - computed >= num_prompt - cached >= 1
+            proto.cache_salt = "at once"
+            both = await asyncio.gather(*(collect(stack.stub.Generate(proto)) for _ in range(2)))
+            assert [tokens for tokens, _, _ in both] == [expected, expected]
+            assert all(started.num_cached_tokens % 64 == 0 for _, started, _ in both)
+            await stack.all_blocks_return()
+    finally:
+        await stop_stack(stack)
+
+
+async def test_preempted_cancelled_and_late_requests_end_their_spans() -> None:
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter = InMemorySpanExporter()
+    config = SchedulerConfig(listen="127.0.0.1:0", telemetry=TelemetryConfig())
+    telemetry = Telemetry("scheduler", config.telemetry, exporter=exporter)
+    server = SchedulerServer(config, telemetry)
+    address = f"127.0.0.1:{await server.start()}"
+    async with open_channel(address) as channel:
+        stack = Stack(server, address, generation_pb2_grpc.GenerationServiceStub(channel), channel)
+        await stack.executor(num_blocks=12, step_time_s=0.001)
+        protos = [request(200, request_id=f"p{i}", seed=i, max_tokens=400) for i in range(4)]
+        results = await asyncio.gather(*(collect(stack.stub.Generate(proto)) for proto in protos))
+        assert [tokens for tokens, _, _ in results] == [alone(proto) for proto in protos]
+        assert server.engine.core.stats.num_preemptions > 0
+        call = stack.stub.Generate(request(request_id="left", max_tokens=500))
+        await call.read()
+        call.cancel()
+        assert (await refusal(stack.stub.Generate(request(max_tokens=500, time_left_us=1000)))).reason
+        await stack.all_blocks_return()
+        await stop_stack(stack)
+    telemetry.shutdown()
+    spans = exporter.get_finished_spans()
+    whole = {span.attributes["rorqual.request_id"]: span for span in spans if span.name == "scheduler.generate"}
+    assert len(whole) == 6
+    preempted = [s for s in whole.values() if any(event.name == "preempted" for event in s.events)]
+    assert preempted
+    for span in preempted:  # it waited once more, and that shows
+        phases = sorted((s.start_time, s.name) for s in spans if s.parent and s.parent.span_id == span.context.span_id)
+        assert [name for _, name in phases].count("scheduler.queue") >= 2
+    for span in spans:
+        if span.name != "scheduler.generate":
+            (parent,) = (p for p in whole.values() if p.context.span_id == span.parent.span_id)
+            assert parent.start_time <= span.start_time <= span.end_time <= parent.end_time
+    codes = {name: span.status.status_code.name for name, span in whole.items()}
+    assert codes.pop("left") == "ERROR"
+    assert sorted(codes.values()) == ["ERROR", *["UNSET"] * 4]
+    assert telemetry.registry.get_sample_value("rorqual_scheduler_finished_total", {"reason": "aborted"}) == 1
+
+
 async def test_choices_share_their_prompt(stack: Stack) -> None:
     link = await stack.executor(step_time_s=0.005)
     protos = [request(300, request_id="r", choice_index=i, num_choices=4) for i in range(4)]

@@ -1,0 +1,67 @@
+"""Spans leave in the background: a collector that hangs or fails costs no request any time, and what is lost is counted."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+from rorqual.core.config import TelemetryConfig
+from rorqual.telemetry import Telemetry
+
+
+class Collector(SpanExporter):
+    """Takes nothing before `answers` is set, and then fails where it is told to."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.answers = threading.Event()
+        self.num_spans = 0
+        self._fails = fails
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.answers.wait(30)
+        self.num_spans += len(spans)
+        return SpanExportResult.FAILURE if self._fails else SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        self.answers.set()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return True
+
+
+def value(telemetry: Telemetry, name: str) -> float:
+    return float(telemetry.registry.get_sample_value(f"rorqual_{name}") or 0)
+
+
+def test_a_collector_that_hangs_delays_nothing_and_its_losses_are_counted() -> None:
+    collector = Collector()
+    telemetry = Telemetry("gateway", TelemetryConfig(), exporter=collector)
+    num_spans, took_s = 5000, []
+    for _ in range(num_spans):
+        began_s = time.thread_time()
+        telemetry.tracer.start_span("step").end()
+        took_s.append(time.thread_time() - began_s)
+    assert statistics.quantiles(took_s, n=100)[98] < 0.001
+    assert value(telemetry, "spans_ended_total") == num_spans
+    assert value(telemetry, "spans_exported_total") == 0
+    collector.answers.set()
+    telemetry.shutdown()
+    exported = value(telemetry, "spans_exported_total")
+    assert exported == collector.num_spans
+    assert 0 < exported < num_spans  # the queue is bounded
+
+
+def test_what_a_collector_refuses_is_not_counted_as_exported() -> None:
+    collector = Collector(fails=True)
+    collector.answers.set()
+    telemetry = Telemetry("gateway", TelemetryConfig(), exporter=collector)
+    telemetry.tracer.start_span("step").end()
+    telemetry.shutdown()
+    assert collector.num_spans == 1
+    assert value(telemetry, "spans_ended_total") == 1
+    assert value(telemetry, "spans_exported_total") == 0
