@@ -35,6 +35,7 @@ class Meters:
         self.requests = telemetry.metric("http_requests_total")
         self.in_flight = telemetry.metric("http_requests_in_flight")
         self.slow_clients = telemetry.metric("slow_clients_total")
+        self.slow_client_pauses = telemetry.metric("slow_client_pauses_total")
         self.disconnects = telemetry.metric("client_disconnects_total")
         self.duration = telemetry.metric("gen_ai_server_request_duration_seconds")
         self.first_token = telemetry.metric("gen_ai_server_time_to_first_token_seconds")

@@ -79,6 +79,7 @@ METRICS: Mapping[str, MetricSpec] = {
             _TOKEN_TIME_BUCKETS_S,
         ),
         MetricSpec("client_disconnects_total", Counter, "requests cancelled because the client went away"),
+        MetricSpec("slow_client_pauses_total", Counter, "writes that a client's full window held up for over 0.1 s"),
         MetricSpec("slow_clients_total", Counter, "streams ended because the client read too slowly"),
         # tokenizer
         MetricSpec("tokenizer_prompt_tokens_total", Counter, "prompt tokens encoded"),

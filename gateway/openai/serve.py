@@ -19,6 +19,9 @@ from .answer import Answer, AnswerOptions
 from .fields import ignored_header
 from .schema import ChatBody, CompletionBody, GenerationFields
 
+PAUSE_S = 0.1
+"""A write that waits longer for its client is counted."""
+
 
 def operation(context: GatewayContext, exchange: Exchange, operation: str) -> OperationSpan:
     """The span and the durations of one request."""
@@ -114,7 +117,7 @@ async def serve_generation(
             if inbox.error is not None:
                 raise inbox.error
         if stream:
-            await _stream_out(exchange, inbox, answer)
+            await _stream_out(context, exchange, inbox, answer)
         else:
             body_bytes = answer.whole(await inbox.take())
             await exchange.respond(200, body_bytes)
@@ -146,14 +149,17 @@ def _end(inbox: Inbox, streams: Sequence[TextStream], error: RorqualError) -> No
         text_stream.cancel()
 
 
-async def _stream_out(exchange: Exchange, inbox: Inbox, answer: Answer) -> None:
+async def _stream_out(context: GatewayContext, exchange: Exchange, inbox: Inbox, answer: Answer) -> None:
     """Headers once the request is accepted, then a write for each batch of pieces."""
     pieces = await inbox.take()
     await exchange.begin_stream()
     while pieces:
         events = answer.chunks(pieces[0]) if len(pieces) == 1 else await _join(exchange, pieces, answer)
         if events:
+            began_s = context.clock.monotonic_s()
             await exchange.write(events)
+            if context.clock.monotonic_s() - began_s > PAUSE_S:
+                context.meters.slow_client_pauses.inc()
         pieces = await inbox.take()
     await exchange.end_stream(answer.last_chunks())
 

@@ -185,6 +185,7 @@ async def test_a_slow_reader_gets_all_in_fewer_larger_chunks_and_others_go_on(
     deltas = [e["choices"][0]["delta"].get("content", "") for e in events[:-1]]
     assert "".join(deltas) == text * num_tokens
     assert max(map(len, deltas)) > 10 * len(text)
+    assert await http.metric("rorqual_slow_client_pauses_total") >= 1
     writer.close()
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
+from gateway.server import bind
 from rorqual import __version__
+from rorqual.core.config import GatewayConfig
 from tests.support.running_gateway import CHAT, RunningGateway, running_gateway
 from tests.support.scripted_tokenizer import ScriptedTokenizer, scripted_tokenizer
 
@@ -258,6 +261,33 @@ async def test_health_follows_the_whole_chain(http: RunningGateway, tokenizer: S
     await tokenizer.restart()
     await health_until(http, 200)
     assert (await http.client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+
+
+async def test_a_gateway_that_is_ending_is_not_ready_and_lives(http: RunningGateway) -> None:
+    http.gateway.draining = True
+    response = await http.client.get("/health")
+    assert (response.status_code, response.json()["status"]) == (503, "draining")
+    assert (await http.client.get("/health/live")).status_code == 200
+
+
+async def test_a_peer_that_is_gone_without_a_word_is_found(http: RunningGateway) -> None:
+    """Accepted connections are probed while idle, and unread data is given up in time."""
+    listener = bind(GatewayConfig(port=0))
+    listener.listen()
+    accepting = socket.create_connection(listener.getsockname())
+    listener.setblocking(True)
+    accepted, _ = listener.accept()
+    try:
+        assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        tcp = {
+            name: accepted.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
+            for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+        }
+        assert tcp["TCP_KEEPIDLE"] + tcp["TCP_KEEPINTVL"] * tcp["TCP_KEEPCNT"] <= 180
+        assert tcp["TCP_USER_TIMEOUT"] <= 180_000
+    finally:
+        for end in (accepting, accepted, listener):
+            end.close()
 
 
 async def test_without_a_tokenizer_the_cause_is_named() -> None:

@@ -234,6 +234,7 @@ async def test_preempted_cancelled_and_late_requests_end_their_spans() -> None:
         protos = [request(200, request_id=f"p{i}", seed=i, max_tokens=400) for i in range(4)]
         results = await asyncio.gather(*(collect(stack.stub.Generate(proto)) for proto in protos))
         assert [tokens for tokens, _, _ in results] == [alone(proto) for proto in protos]
+        assert [finished.num_generated_tokens for _, _, finished in results] == [400] * 4
         assert server.engine.core.stats.num_preemptions > 0
         call = stack.stub.Generate(request(request_id="left", max_tokens=500))
         await call.read()

@@ -127,6 +127,27 @@ def test_other_constraints_for_every_choice(client: openai.OpenAI, given: dict[s
     assert re.fullmatch(allowed, "".join(chunk.choices[0].text for chunk in text))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_where_one_token_is_possible(stack: Any, stream: bool) -> None:
+    """They are those of the unconstrained distribution, finite, with the token itself among them."""
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "krill"}}}
+    body = {"messages": ASK, "logprobs": True, "top_logprobs": 5, "response_format": schema, "stream": stream}
+    text = httpx.post(f"{stack.url}/v1/chat/completions", json={**body, "max_tokens": 20}, timeout=60).text
+    assert not re.search(r"NaN|Infinity", text)
+    answers = [
+        json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith(("data: {", "{"))
+    ]
+    choices = [choice for answer in answers for choice in answer["choices"]]
+    entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+    assert b"".join(bytes(entry["bytes"]) for entry in entries).startswith(b'"krill"')
+    for entry in entries:
+        assert -9999.0 <= entry["logprob"] <= 0
+        assert len(entry["top_logprobs"]) >= 5
+        assert all(-9999.0 <= top["logprob"] <= 0 for top in entry["top_logprobs"])
+    if not stream:
+        assert len(entries) == answers[0]["usage"]["completion_tokens"]
+
+
 @pytest.mark.parametrize("name", ["list", "union"])
 def test_responses_and_messages(stack: Any, client: openai.OpenAI, name: str) -> None:
     text = {"format": {"type": "json_schema", "name": name, "schema": SCHEMAS[name], "strict": True}}

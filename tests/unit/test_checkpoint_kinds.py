@@ -11,12 +11,15 @@ import torch
 from safetensors.torch import save_file
 
 from executor.model.config import parse_config
+from executor.model.moe import MoeMlp
 from executor.model.rope import Rope
 from executor.weights import load_model
 from executor.weights.loader import build_model
 from executor.weights.names import main_tensors
 from executor.weights.source import open_source
 from rorqual import kernels
+from rorqual.core.config import ExecutorConfig
+from rorqual.core.config_loader import load_config
 from rorqual.core.errors import CheckpointError
 from tests.golden.checkpoints import V2, V3, quantize_fp8, random_tensors, write_checkpoint
 from tests.golden.harness import load_into, oracle, prefill_logits, random_tokens
@@ -216,6 +219,29 @@ def test_a_large_bias_costs_no_precision() -> None:
     assert ids[1].tolist() == [1, 2]
 
 
+def test_the_routing_bias_is_float32_whatever_the_model_computes_in(tmp_path: Path) -> None:
+    tensors = {name: tensor.bfloat16() for name, tensor in random_tensors(V3).items()}
+    with open_source(
+        write_checkpoint(tmp_path, V3, tensors), dtype=torch.bfloat16, device=torch.device("cpu")
+    ) as source:
+        model = build_model(source)
+    biases = [layer.mlp.router.bias for layer in model._parts.layers if isinstance(layer.mlp, MoeMlp)]
+    assert biases
+    assert all(bias is not None and bias.dtype == torch.float32 for bias in biases)
+
+
+def test_routing_of_other_families_is_refused_by_name() -> None:
+    with pytest.raises(CheckpointError, match="sqrtsoftplus"):
+        parse_config(V3 | {"scoring_func": "sqrtsoftplus"}, "c")
+
+
+def test_more_devices_than_one_are_not_promised(capsys: pytest.CaptureFixture[str]) -> None:
+    """No slice of a weight, and of its scales, is ever wrong: there is none."""
+    with pytest.raises(SystemExit):
+        load_config(ExecutorConfig, ["--tensor-parallel-size", "2"], prog="executor", environ={})
+    assert "tensor-parallel-size" in capsys.readouterr().err
+
+
 YARN_40 = {"factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
 PUBLISHED = {  # V3's and V2's: mscale, and the factor on the scale of the softmax
     "v3": (V3 | {"max_position_embeddings": 163840}, 1.0, 1.87385),
@@ -241,6 +267,16 @@ def test_yarn_in_every_spelling(kind: str) -> None:
     for without in ({"mscale_all_dim": 0}, {"mscale_all_dim": None}):
         plain = parse_config(base | {"rope_scaling": scaling | without | {"type": "yarn"}}, "c")
         assert plain.softmax_scale == pytest.approx(plain.qk_head_dim**-0.5)
+
+
+def test_a_longer_table_changes_no_angle() -> None:
+    config = parse_config(PUBLISHED["v3"][0] | {"rope_scaling": YARN_40 | {"type": "yarn", "mscale_all_dim": 1.0}}, "c")
+    first = []
+    for length in (2048, 4096, 163840, 0):
+        rope = Rope(config.rope, 64, torch.device("cpu"), deterministic=True)
+        rope.grow(length)
+        first.append(rope.angles(torch.arange(16)))
+    assert all(torch.equal(angles, first[0]) for angles in first)
 
 
 def test_angles_far_out_are_those_of_the_formula() -> None:

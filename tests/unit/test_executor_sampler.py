@@ -161,6 +161,16 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
     assert choose(logits[1:2], [SamplingSpec(top_k=1)], [1]) == [7]
 
 
+def test_greedy_draws_nothing() -> None:
+    """No seed, position, top_p or top_k changes a greedy row, and as little a temperature that is nearly none."""
+    logits = torch.from_numpy(np.random.default_rng(4).standard_normal((1, 300)).astype(np.float32))
+    expected = int(logits.argmax())
+    for temperature in (0.0, 1e-45, 1e-6):
+        for number in range(20):
+            spec = SamplingSpec(temperature=temperature, seed=number, top_p=0.1 + number / 25, top_k=number)
+            assert choose(logits, [spec], [number]) == [expected]
+
+
 def test_moving_a_row_moves_all_of_it() -> None:
     logits = torch.from_numpy(np.random.default_rng(1).standard_normal((2, 200)).astype(np.float32))
     spec = SamplingSpec(temperature=1.3, top_p=0.8, top_k=50, min_p=0.01, seed=9)
