@@ -199,7 +199,7 @@ def _strangers(raw: msgspec.Raw, inside: Any, here: str) -> list[str]:
     try:
         value = msgspec.json.decode(raw)
     except msgspec.ValidationError as error:
-        raise invalid(here, str(error).lower()) from None
+        raise invalid(here, _AT.sub("", str(error)).lower()) from None
     look(value, inside, here)
     return list(found)
 
