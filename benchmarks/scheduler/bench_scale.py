@@ -5,7 +5,8 @@
 Executors of 16 sequences each, all running, prompts of 128 tokens with a first block of their own. Kinds: `open` a
 request arrives; `tokens` a report of 16 tokens; `ended` the same in which a sequence ends, so that its slot goes to the
 queue's head (with nothing queued: to an arrival, timed as `placed`, among executors that each have room). The last line
-is JSON: microseconds, median and p99, one row a combination, and bytes a queued request.
+is JSON: microseconds, median and p99, one row a combination; bytes a queued request, and a running one (with as many
+generated tokens as its prompt has, to which those of its blocks' labels belong).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Bench:
         model = with_limits(StepModel.load(), num_blocks=512, max_num_seqs=SEQS, max_num_batched_tokens=4096 + SEQS)
         self.core = SchedulerCore(CoreConfig(max_queue_len=10**9))
         self.running: dict[int, list[int]] = defaultdict(list)  # link id -> ids of its sequences
+        self.num_batches: dict[int, int] = defaultdict(int)
         self.times_us: dict[str, list[float]] = defaultdict(list)
         self.num_streams = 0
         for link_id in range(1, num_executors + 1):
@@ -66,6 +68,7 @@ class Bench:
             seq_ids=seq_ids,
             num_tokens=[1] * len(seq_ids),
             token_ids=bytes(4 * len(seq_ids)),
+            last_batch_id=self.num_batches[link_id],
             finish=finish,
             num_steps=1,
             step_time_us=10_000,
@@ -85,6 +88,9 @@ class Bench:
         effects: Effects = self.core.handle(event, 0.0)
         batches = [(link_id, self.core.take_batch(link_id)) for link_id in effects.links]
         self.times_us[kind].append(1e6 * (time.thread_time() - start_s))
+        for link_id, batch in batches:
+            if batch is not None:
+                self.num_batches[link_id] = batch[0]
         admitted: dict[int, list[int]] = {}
         for link_id, batch in batches:
             if batch and (new := [order.seq_id for order in batch[1] if isinstance(order, Admit)]):
@@ -127,6 +133,23 @@ def measure(num_executors: int, num_queued: int, num_events: int) -> dict[str, o
     return row
 
 
+def bytes_per_running(num_executors: int = 64) -> int:
+    """What a running request takes, when it has generated as many tokens as its prompt has."""
+    bench = Bench(num_executors)
+    tracemalloc.start()
+    for _ in range(num_executors * SEQS):
+        bench.open("")
+    bench.times_us.clear()
+    for _ in range(PROMPT_TOKENS):
+        for link_id in range(1, num_executors + 1):
+            bench.report(link_id, end_one=False, kind="tokens")
+        bench.times_us.clear()
+    gc.collect()
+    num_bytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return num_bytes // (num_executors * SEQS)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--executors", default="1,8,64,512")
@@ -139,7 +162,7 @@ def main() -> None:
             rows.append(measure(num_executors, num_queued, args.events))
             sys.stderr.write(f"{rows[-1]}\n")
     machine = {"python": platform.python_version(), "cpus": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
-    print(json.dumps({"machine": machine, "rows": rows}))
+    print(json.dumps({"machine": machine, "rows": rows, "bytes_per_running": bytes_per_running()}))
 
 
 if __name__ == "__main__":
