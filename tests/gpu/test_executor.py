@@ -22,7 +22,7 @@ from executor.weights.source import open_source
 from rorqual.core.config import ExecutorConfig
 from rorqual.kernels.loader import KernelLibrary
 from rorqual.v1 import executor_pb2
-from tests.support.executor_fakes import Received, admit, drop, extend, prefill
+from tests.support.executor_fakes import Received, admit, copy, drop, extend, prefill
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 # By how much a token's logit may miss the largest, in standard deviations of the row, and in how many rows it may at all.
@@ -186,6 +186,31 @@ def test_slabs_of_keys_change_no_bit(deterministic: Loop, device: torch.device) 
     assert len(whole.prompt_logprobs) == 949
     for mine, theirs in zip(cut.prompt_logprobs + cut.logprobs, whole.prompt_logprobs + whole.logprobs, strict=True):
         assert (mine.logprob, list(mine.top_logprobs)) == (theirs.logprob, list(theirs.top_logprobs))
+
+
+@pytest.mark.parametrize("num_prompt", [50, 100, 128, 250])
+def test_a_copied_part_of_a_block_serves_siblings(usual: Loop, oracle: DeepseekModel, num_prompt: int) -> None:
+    """Copied while steps of the first one are under way, and it writes on in the block that is copied from."""
+    rng = random.Random(num_prompt)
+    tokens = [rng.randrange(8000) for _ in range(num_prompt)]
+    ids = [usual.start(tokens, 40)]
+    for _ in range(5):
+        usual.loop.run_once()
+    table, num_full = list(usual.tables[ids[0]]), (num_prompt - 1) // 64
+    for _ in range(3):
+        seq_id = next(usual.seq_ids)
+        own = usual.tables[seq_id] = [usual.free.pop() for _ in range(-(-(num_prompt + 40) // 64) - num_full)]
+        usual.order(
+            admit(seq_id, tokens, table[:num_full] + own, num_cached=num_prompt - 1, max_total=num_prompt + 40),
+            copy(table[num_full], own[0], (num_prompt - 1) % 64),
+            prefill(seq_id, tokens, num_prompt - 1),
+        )
+        ids.append(seq_id)
+        usual.loop.run_once()
+    received = usual.run()
+    missed = torch.cat([shortfall(oracle, tokens, received[i].token_ids) for i in ids])
+    assert missed.numel() == 4 * 40
+    assert missed.max() < MOST_MISSED
 
 
 def test_sampled_tokens_and_log_probabilities(usual: Loop, oracle: DeepseekModel) -> None:

@@ -300,12 +300,14 @@ def test_a_numerical_fault_ends_that_sequence_alone() -> None:
     assert d.reset() == []  # its labels are taken back
 
 
-def test_a_copied_part_of_a_block_serves_a_sibling() -> None:
+@pytest.mark.parametrize("copy_first", [False, True])
+def test_a_copied_part_of_a_block_serves_a_sibling(copy_first: bool) -> None:
     d = driven()
     tokens = prompt(40)
     start(d, 1, tokens, [0, 1], max_total=50)
     d.step()
-    d.order(copy(0, 5, 39), admit(2, tokens, [5, 6], num_cached=39, max_total=50), prefill(2, tokens, 39, 40))
+    admitted, copied = admit(2, tokens, [5, 6], num_cached=39, max_total=50), copy(0, 5, 39)
+    d.order(*((copied, admitted) if copy_first else (admitted, copied)), prefill(2, tokens, 39, 40))
     d.run()
     assert d.report()[2].token_ids == d.report()[1].token_ids == d.model.continuation(tokens, 10)
 
