@@ -3,14 +3,18 @@
 // With 64 rows and more the work is compute-bound: 2 * 64 * 1,088 * 64 FLOP for 72 KiB a block and tile.
 // Tiling:  one CTA a part of the plan and tile of 64 rows: two warpgroups that compute and a producer warp. Each holds
 //          half of the value columns, [64 x 256] in 128 registers a thread, and both add every block, in order.
-//          Warpgroup w scores every other block, S = Q K^T [64 x 64], and between the halves of its scores adds the
-//          other's block, so that the tensor cores mostly have one of the two to serve:
-//            w:     score b, early | add b-1 | score b, late | exponentials | add b | score b+2, early ...
-//            other:   exponentials of b-1    | add b-1       | score b+1, early     | add b | score b+1, late ...
+//          Warpgroup w scores every other block, S = Q K^T [64 x 64], and starts the product of the other's weights
+//          right behind its scores; while that runs it takes its exponentials. It scores in its turn, which the other
+//          passes on when its own scores are there, so that one warpgroup's exponentials always lie under the other's
+//          scores:
+//            w:     score b | add b-1, exponentials of b | add b | (turn)  score b+2 ...
+//            other:  (turn)   score b+1                  | add b, exponentials of b+1 | add b+1 | ...
 //          The maximum and the factor that rescales go from block to block through shared memory, as do the weights
-//          for the other's half; they lie where the block's rope columns were. Shared memory holds Q and two blocks,
-//          216 KiB. A slot is given back in two parts: early, the columns that warpgroup w multiplies, and late. If the
-//          other's block were added after all scores, each block's load would wait for the whole of the block before.
+//          for the other's half.
+//          Blocks come in halves of 256 columns through a ring of five: "early", the half that warpgroup w multiplies,
+//          then "late"; each is given back when it has been added. The 64 rope columns are given back as soon as they
+//          are scored. A third of Q lives in registers, which makes room for the fifth half: with four, the load of a
+//          block would wait for the addition just before its scores.
 // Traffic: 73,728 B a block and tile (tiles of a sequence run side by side and share it in L2); 73,728 B of query and
 //          65,536 B (bf16) or 131,072 B (a split) of output a segment.
 // docs/kernels.md says what else was tried.
@@ -31,116 +35,190 @@ struct Wide {
   static constexpr int kComputeThreads = 2 * kGroupThreads;
   // The producer is a whole warpgroup, so that it can give up registers.
   static constexpr int kThreads = kComputeThreads + kGroupThreads;
-  static constexpr int kComputeRegisters = 232, kProducerRegisters = 40;
-  static_assert(kComputeThreads * kComputeRegisters + kGroupThreads * kProducerRegisters <= 65536);
+  static constexpr int kComputeRegisters = 240, kProducerRegisters = 24;
+  // The register file as launched: 168 a thread. What setmaxnreg asks for beyond it would never come.
+  static_assert(kComputeThreads * kComputeRegisters + kGroupThreads * kProducerRegisters <= kThreads * 168);
   static constexpr int kHalfChunks = Mla::kLatentChunks / 2, kHalfCols = Mla::kLatent / 2;
   static constexpr int kRopeChunk = Mla::kLatentChunks;
   static constexpr int kScores = Mla::kBlockTokens / 2;  // registers of a 64 x 64 accumulator
   static constexpr int kOut = kHalfCols / 2;             // registers of a 64 x 256 accumulator
-  // A block arrives in four pieces of two chunks; the last brings the rope columns too.
+  // A half of a block takes a place of the ring and arrives in two pieces of two chunks.
+  static constexpr int kRing = 5, kHalfBytes = kHalfChunks * Mla::kChunkBytes;
   static constexpr int kPieces = 4, kPieceChunks = Mla::kLatentChunks / kPieces;
   static constexpr int kPieceBytes = kPieceChunks * Mla::kChunkBytes;
+  // Of the query, the fourth chunk of each half and the rope columns live in registers, the others in shared memory.
+  static constexpr int kQueryHalfChunks = kHalfChunks - 1, kQuerySmemChunks = 2 * kQueryHalfChunks;
 
-  static constexpr int kQueryOffset = 2 * Mla::kBlockBytes;
-  static constexpr int kStateOffset = kQueryOffset + Mla::kChunks * kRows * Mla::kChunkRowBytes;  // 3 x [2][kRows]
+  static constexpr int kRopeOffset = kRing * kHalfBytes;               // [64 tokens][128 bytes]
+  static constexpr int kProbsOffset = kRopeOffset + Mla::kChunkBytes;  // [kRows][128 bytes]
+  static constexpr int kQueryOffset = kProbsOffset + kRows * Mla::kChunkRowBytes;
+  static constexpr int kStateOffset = kQueryOffset + kQuerySmemChunks * kRows * Mla::kChunkRowBytes;  // 3 x [2][kRows]
   static constexpr int kBarrierOffset = kStateOffset + 3 * 2 * kRows * 4;
-  static constexpr int kSmemBytes = kBarrierOffset + 2 * (kPieces + 2) * 8;
-  static_assert(kQueryOffset % 1024 == 0 && kSmemBytes + 1024 <= 232448);
+  static constexpr int kSmemBytes = kBarrierOffset + (3 * kRing + 3) * 8;
+  static_assert(kRopeOffset % 1024 == 0 && kProbsOffset % 1024 == 0 && kQueryOffset % 1024 == 0 &&
+                kSmemBytes + 1024 <= 232448);
 
-  // kBarrierProbs + s: P of slot s is in shared memory; kBarrierGroup + w: among the threads of warpgroup w.
-  static constexpr int kBarrierAll = 1, kBarrierProbs = 2, kBarrierGroup = 4;
+  // kBarrierProbs + w: P of a block of warpgroup w is in shared memory; kBarrierGroup + w: among the threads of
+  // warpgroup w; kBarrierTurn + w: warpgroup w may score.
+  static constexpr int kBarrierAll = 1, kBarrierProbs = 2, kBarrierGroup = 4, kBarrierTurn = 6;
 };
 
-// Slot s holds blocks s, s + 2, ... of a segment, which warpgroup s scores. It first reads the half of the columns that
-// it alone multiplies by weights, so that half is the one that comes, and is given back, first ("early").
+// Warpgroup w scores blocks w, w + 2, ... of a segment ("its own"). It first reads the half of the columns that it
+// alone multiplies by weights, so that half is the first that comes ("early") and is given back.
 struct WideBarriers {
-  uint64_t* full;   // [2 slots][kPieces]: early, early, late, late with rope
-  uint64_t* empty;  // [2 slots][early, late]
-  __device__ __forceinline__ uint64_t* full_of(int slot, int piece) const {
-    return full + slot * Wide::kPieces + piece;
-  }
-  __device__ __forceinline__ uint64_t* empty_of(int slot, int late) const { return empty + slot * 2 + late; }
+  uint64_t* full;        // [kRing][2 pieces]
+  uint64_t* empty;       // [kRing]
+  uint64_t* rope_full;   // [2], by number of block: one for each warpgroup, as a parity tells only two phases apart
+  uint64_t* rope_empty;  // [1]
+};
+
+// Four 8 x 8 matrices of 16-bit values; lane l passes the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrix_x4(uint32_t addr, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(addr), "r"(a), "r"(b), "r"(c),
+               "r"(d)
+               : "memory");
+}
+
+// The place in the ring of the n-th half, and the parity of the round.
+struct RingPlace {
+  uint32_t at, phase;
+  __device__ __forceinline__ explicit RingPlace(uint32_t n) : at(n % Wide::kRing), phase(n / Wide::kRing % 2) {}
 };
 
 __device__ __forceinline__ void produce(const MlaDecodeParams& p, char* smem, const WideBarriers& barriers, int part,
                                         int tile_row) {
   const int lane = threadIdx.x % kWarpSize;
   SegmentWalk walk(p, part, tile_row);
-  Segment segment, next_segment;
-  BlockIds ids, next_ids;
-  bool more = walk.next(segment), waited = false;
-  if (more) ids.start(p, segment);
-  uint32_t phases = 0;  // bit s: parity of slot s's next block
-  while (more) {
+  Segment segment;
+  BlockIds ids;
+  bool waited = false;
+  uint32_t count = 0;  // blocks so far
+  while (walk.next(segment)) {
+    ids.start(p, segment);
     const int new_block = first_new_block(segment);
     for (int block = segment.begin; block < segment.end; ++block) {
       const int id = ids.id(block);
-      const int slot = (block - segment.begin) % 2;
-      const uint32_t phase = phases >> slot & 1;
-      phases ^= 1u << slot;
+      const int owner = (block - segment.begin) % 2;
       if (!waited && block >= new_block) {
         wait_for_previous_kernel();
         waited = true;
       }
-      char* dst = smem + slot * Mla::kBlockBytes;
+      const auto load = [&](char* dst, uint64_t* full, int chunk) {
+        tma_load_3d(dst, &p.cache_map, full, chunk * Mla::kChunkCols, 0, id);
+      };
 #pragma unroll
       for (int piece = 0; piece < Wide::kPieces; ++piece) {
-        const int late = piece / (Wide::kPieces / 2);
-        if (piece % (Wide::kPieces / 2) == 0) mbarrier_wait(barriers.empty_of(slot, late), phase ^ 1);
+        const RingPlace place(count * 2 + piece / 2);
+        if (piece % 2 == 0) mbarrier_wait(&barriers.empty[place.at], place.phase ^ 1);
         if (lane == 0) {
-          uint64_t* full = barriers.full_of(slot, piece);
-          const bool last = piece == Wide::kPieces - 1;
-          const auto load = [&](int chunk) {
-            tma_load_3d(dst + chunk * Mla::kChunkBytes, &p.cache_map, full, chunk * Mla::kChunkCols, 0, id);
-          };
-          mbarrier_arrive_expect_tx(full, Wide::kPieceBytes + (last ? Mla::kChunkBytes : 0));
-          const int first = ((late ^ slot) * (Wide::kPieces / 2) + piece % (Wide::kPieces / 2)) * Wide::kPieceChunks;
+          uint64_t* full = &barriers.full[place.at * 2 + piece % 2];
+          mbarrier_arrive_expect_tx(full, Wide::kPieceBytes);
+          const int late = piece / 2, first = ((late ^ owner) * 2 + piece % 2) * Wide::kPieceChunks;
 #pragma unroll
-          for (int i = 0; i < Wide::kPieceChunks; ++i) load(first + i);
-          if (last) load(Wide::kRopeChunk);
+          for (int i = 0; i < Wide::kPieceChunks; ++i) {
+            load(smem + place.at * Wide::kHalfBytes + (piece % 2 * Wide::kPieceChunks + i) * Mla::kChunkBytes, full,
+                 first + i);
+          }
         }
         __syncwarp();
       }
-      if (block == segment.begin) {  // while there is time: what follows this segment
-        more = walk.next(next_segment);
-        if (more) next_ids.start(p, next_segment);
+      mbarrier_wait(barriers.rope_empty, count % 2 ^ 1);
+      if (lane == 0) {
+        mbarrier_arrive_expect_tx(&barriers.rope_full[count % 2], Mla::kChunkBytes);
+        load(smem + Wide::kRopeOffset, &barriers.rope_full[count % 2], Wide::kRopeChunk);
+      }
+      __syncwarp();
+      ++count;
+    }
+  }
+}
+
+// Starts copying the chunks of the query that live in shared memory, [kQuerySmemChunks][64 rows][128 bytes], swizzled.
+__device__ __forceinline__ void load_query_smem(char* q_smem, const MlaDecodeParams& p, const Segment& s,
+                                                int tile_row) {
+  constexpr int kHalfVecs = Wide::kQueryHalfChunks * 8, kVecs = 2 * kHalfVecs;
+  const int lane = threadIdx.x % kWarpSize;
+  for (int r = threadIdx.x / kWarpSize; r < Wide::kRows; r += Wide::kComputeThreads / kWarpSize) {
+    const Row row(p, s, tile_row + r);
+    const __nv_bfloat16* latent = p.q_latent + row.token * p.q_latent_token_stride + row.head * p.q_latent_head_stride;
+#pragma unroll
+    for (int v = lane; v < kVecs; v += kWarpSize) {
+      const __nv_bfloat16* src = latent + v / kHalfVecs * Wide::kHalfCols + v % kHalfVecs * 8;
+      copy_async_16(q_smem + v / 8 * (Wide::kRows * Mla::kChunkRowBytes) + r * Mla::kChunkRowBytes +
+                        ((v % 8) ^ (r % 8)) * 16,
+                    row.valid ? src : p.q_latent, row.valid);
+    }
+  }
+}
+
+// Reads the other chunks as fragments of A: rows own_row[0] and own_row[1], columns 16 k + 2 quad and eight on.
+__device__ __forceinline__ void load_query_fragments(uint32_t (&query)[3][Mla::kStepsPerChunk][4],
+                                                     const MlaDecodeParams& p, const Segment& s, int tile_row, int own,
+                                                     const int (&own_row)[2], int quad) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const Row row(p, s, tile_row + own_row[h]);
+    const __nv_bfloat16* latent = p.q_latent + row.token * p.q_latent_token_stride + row.head * p.q_latent_head_stride;
+    const __nv_bfloat16* pe = p.q_pe + row.token * p.q_pe_token_stride + row.head * p.q_pe_head_stride;
+#pragma unroll
+    for (int part = 0; part < 3; ++part) {
+      const __nv_bfloat16* src =
+          part == 2 ? pe : latent + (part ^ own) * Wide::kHalfCols + Wide::kQueryHalfChunks * Mla::kChunkCols;
+#pragma unroll
+      for (int k = 0; k < Mla::kStepsPerChunk; ++k) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const uint32_t* from = reinterpret_cast<const uint32_t*>(src + 16 * k + 8 * e + 2 * quad);
+          query[part][k][2 * e + h] = row.valid ? *from : 0;
+        }
       }
     }
-    segment = next_segment;
-    ids = next_ids;
+  }
+}
+
+// As clear_tail, of the halves in the ring of the block number `count`.
+__device__ __forceinline__ void clear_values(char* smem, uint32_t count, int first_token, int thread) {
+  const int num_vecs = (Mla::kBlockTokens - first_token) * 8;
+#pragma unroll 1
+  for (int chunk = 0; chunk < Mla::kLatentChunks; ++chunk) {
+    const RingPlace place(count * 2 + chunk / Wide::kHalfChunks);
+    char* to = smem + place.at * Wide::kHalfBytes + chunk % Wide::kHalfChunks * Mla::kChunkBytes;
+    for (int v = thread; v < num_vecs; v += Wide::kGroupThreads) {
+      reinterpret_cast<uint4*>(to + first_token * Mla::kChunkRowBytes)[v] = make_uint4(0, 0, 0, 0);
+    }
   }
 }
 
 __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, const WideBarriers& barriers, int part,
                                         int tile_row) {
-  const int own = warp_uniform(threadIdx.x / Wide::kGroupThreads);  // which warpgroup: its slot, its half of the values
+  const int own = warp_uniform(threadIdx.x / Wide::kGroupThreads);  // which warpgroup: its blocks, its half of values
   const int other = 1 - own;
   const int thread = threadIdx.x % Wide::kGroupThreads;
   const int warp = thread / kWarpSize, lane = thread % kWarpSize, group = lane / 4, quad = lane % 4;
-  char* own_smem = smem + own * Mla::kBlockBytes;
-  char* other_smem = smem + other * Mla::kBlockBytes;
-  char* own_probs = own_smem + Wide::kRopeChunk * Mla::kChunkBytes;
   char* q_smem = smem + Wide::kQueryOffset;
-  float* maxima = reinterpret_cast<float*>(smem + Wide::kStateOffset);  // [2 slots][kRows]: after the slot's block
-  float* scales = maxima + 2 * Wide::kRows;                             // [2 slots][kRows]: what it multiplied sums by
+  float* maxima = reinterpret_cast<float*>(smem + Wide::kStateOffset);  // [2 warpgroups][kRows]: after its last block
+  float* scales = maxima + 2 * Wide::kRows;                             // [2 warpgroups][kRows]: what it rescaled by
   float* sums = scales + 2 * Wide::kRows;                               // [2 warpgroups][kRows]
   const uint64_t q_desc = swizzle128_desc(warp_uniform(smem_addr(q_smem)));
-  const uint64_t own_desc = swizzle128_desc(warp_uniform(smem_addr(own_smem)));
-  const uint64_t other_probs_desc =
-      swizzle128_desc(warp_uniform(smem_addr(other_smem + Wide::kRopeChunk * Mla::kChunkBytes)));
-  const int half_bytes = own * Wide::kHalfChunks * Mla::kChunkBytes;
-  const uint64_t own_value_desc = swizzle128_desc(warp_uniform(smem_addr(own_smem + half_bytes)), Mla::kChunkBytes);
-  const uint64_t other_value_desc = swizzle128_desc(warp_uniform(smem_addr(other_smem + half_bytes)), Mla::kChunkBytes);
+  const uint64_t ring_desc = swizzle128_desc(warp_uniform(smem_addr(smem)));                     // K
+  const uint64_t value_desc = swizzle128_desc(warp_uniform(smem_addr(smem)), Mla::kChunkBytes);  // V
+  const uint64_t rope_desc = swizzle128_desc(warp_uniform(smem_addr(smem + Wide::kRopeOffset)));
+  const uint64_t probs_desc = swizzle128_desc(warp_uniform(smem_addr(smem + Wide::kProbsOffset)));
+  // Where this lane puts a row of the first 16 tokens' weights (store_matrix_x4); those of 16 k tokens on: ^ 32 k.
+  const uint32_t probs_to = smem_addr(smem + Wide::kProbsOffset) + (16 * warp + lane % 16) * Mla::kChunkRowBytes +
+                            ((lane / 16) ^ (lane % 8)) * 16;
   const int own_row[2] = {16 * warp + group, 16 * warp + group + 8};
 
   SegmentWalk walk(p, part, tile_row);
   Segment segment, next_segment;
-  uint32_t phase = 0;
+  uint32_t first_count = 0;  // blocks before the segment
   bool more = walk.next(segment);
   wait_for_previous_kernel();  // also who has nothing to do: this kernel must not end before that one
   let_dependents_launch();
   for (; more; segment = next_segment) {
-    start_query<Wide::kRows>(q_smem, p, segment, tile_row, threadIdx.x / kWarpSize, Wide::kComputeThreads / kWarpSize);
+    load_query_smem(q_smem, p, segment, tile_row);
+    uint32_t query[3][Mla::kStepsPerChunk][4];  // of the early half, the late half, and rope: fragments of A
+    load_query_fragments(query, p, segment, tile_row, own, own_row, quad);
     more = walk.next(next_segment);
     int limit[2];
     float row_max[2], row_sum[2];
@@ -164,8 +242,17 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, co
         for (int i = 0; i < Wide::kOut; ++i) out[i] *= scale[i % 4 / 2];
       }
     };
+    const auto release = [&](uint64_t* barrier) {
+      if (lane == 0) mbarrier_arrive(barrier);
+    };
+    // Waits for all products, and gives back the half of block number `count` that was added.
+    const auto finish = [&](uint32_t count, bool of_other) {
+      wgmma_wait<0>();
+      wgmma_fence_operand(out);
+      release(&barriers.empty[RingPlace(count * 2 + of_other).at]);
+    };
     // Starts adding the other warpgroup's block, once its weights are there.
-    const auto start_other = [&] {
+    const auto start_other = [&](uint32_t count) {
       named_barrier_sync(Wide::kBarrierProbs + other, Wide::kComputeThreads);
       float scale[2];
 #pragma unroll
@@ -175,64 +262,69 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, co
         row_sum[i] *= scale[i];
       }
       rescale_out(scale);
+      const uint32_t at = warp_uniform(RingPlace(count * 2 + 1).at * Wide::kHalfBytes);
       wgmma_fence_operand(out);
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < Mla::kTokenSteps; ++k) {
-        wgmma_m64n256k16_ss<0, 1>(out, advance_desc(other_probs_desc, k * 32),
-                                  advance_desc(other_value_desc, k * 16 * Mla::kChunkRowBytes), 1);
+        wgmma_m64n256k16_ss<0, 1>(out, advance_desc(probs_desc, k * 32),
+                                  advance_desc(value_desc, at + k * 16 * Mla::kChunkRowBytes), 1);
       }
       wgmma_commit();
-    };
-    const auto finish = [&](int slot) {
-      wgmma_wait<0>();
-      wgmma_fence_operand(out);
-      if (lane == 0) mbarrier_arrive(barriers.empty_of(slot, slot != own));
     };
 
     // Scores one of the warpgroup's own blocks and adds it; kFollows: after the other's block before it.
     const auto take = [&]<bool kFollows>(int block, std::bool_constant<kFollows>) {
       float scores[Wide::kScores];
+      const uint32_t count = first_count + (block - segment.begin);
       const auto score_half = [&](int late) {
+        const uint64_t half_q_desc =
+            advance_desc(q_desc, (late ^ own) * (Wide::kQueryHalfChunks * Wide::kRows * Mla::kChunkRowBytes));
+        const RingPlace place(count * 2 + late);
+        const uint64_t half_desc = advance_desc(ring_desc, warp_uniform(place.at * Wide::kHalfBytes));
 #pragma unroll
-        for (int i = 0; i < Wide::kPieces / 2; ++i) {
-          const int piece = late * (Wide::kPieces / 2) + i;
-          mbarrier_wait(barriers.full_of(own, piece), phase);
-          wgmma_fence();  // without it ptxas serialises the products on both sides of the wait (C7520)
-          const int first = ((late ^ own) * (Wide::kPieces / 2) + i) * Wide::kPieceChunks;
-          const uint64_t piece_q_desc = advance_desc(q_desc, first * Mla::kChunkBytes);
-          const uint64_t piece_desc = advance_desc(own_desc, first * Mla::kChunkBytes);
-#pragma unroll
-          for (int k = 0; k < Wide::kPieceChunks * Mla::kStepsPerChunk; ++k) {
-            const int at = k / Mla::kStepsPerChunk * Mla::kChunkBytes + k % Mla::kStepsPerChunk * 32;
-            wgmma_m64n64k16_ss<0, 0>(scores, advance_desc(piece_q_desc, at), advance_desc(piece_desc, at),
-                                     piece > 0 || k > 0);
+        for (int chunk = 0; chunk < Wide::kHalfChunks; ++chunk) {
+          const uint64_t chunk_desc = advance_desc(half_desc, chunk * Mla::kChunkBytes);
+          if (chunk % Wide::kPieceChunks == 0) {
+            mbarrier_wait(&barriers.full[place.at * 2 + chunk / Wide::kPieceChunks], place.phase);
+            wgmma_fence();  // without it ptxas serialises the products on both sides of the wait (C7520)
           }
-          if (piece == Wide::kPieces - 1) {
 #pragma unroll
-            for (int k = 0; k < Mla::kStepsPerChunk; ++k) {
-              const int at = Wide::kRopeChunk * Mla::kChunkBytes + k * 32;
-              wgmma_m64n64k16_ss<0, 0>(scores, advance_desc(q_desc, at), advance_desc(own_desc, at), 1);
+          for (int k = 0; k < Mla::kStepsPerChunk; ++k) {
+            if (chunk < Wide::kQueryHalfChunks) {
+              wgmma_m64n64k16_ss<0, 0>(scores, advance_desc(half_q_desc, chunk * Mla::kChunkBytes + k * 32),
+                                       advance_desc(chunk_desc, k * 32), late > 0 || chunk > 0 || k > 0);
+            } else {
+              wgmma_m64n64k16_rs<0>(scores, query[late][k], advance_desc(chunk_desc, k * 32), 1);
             }
           }
-          wgmma_commit();
+        }
+        if (late > 0) {
+          mbarrier_wait(&barriers.rope_full[count % 2], count / 2 % 2);
+          wgmma_fence();
+#pragma unroll
+          for (int k = 0; k < Mla::kStepsPerChunk; ++k) {
+            wgmma_m64n64k16_rs<0>(scores, query[2][k], advance_desc(rope_desc, k * 32), 1);
+          }
         }
       };
+      if constexpr (kFollows) named_barrier_sync(Wide::kBarrierTurn + own, Wide::kComputeThreads);
       score_half(0);
-      // Here, so that the other's slot is given back before this block's late half must be there: else each block's
-      // load would wait for the whole of the one before it.
-      if constexpr (kFollows) {
-        start_other();
-        finish(other);
-      }
       score_half(1);
-      wgmma_wait<0>();
+      wgmma_commit();
+      if constexpr (kFollows) {
+        start_other(count - 1);
+        wgmma_wait<1>();
+      } else {
+        wgmma_wait<0>();
+      }
       wgmma_fence_operand(scores);
+      release(barriers.rope_empty);
+      if (block + 1 < segment.end) named_barrier_arrive(Wide::kBarrierTurn + other, Wide::kComputeThreads);
 
       const int first_token = block * Mla::kBlockTokens;
       if (first_token + Mla::kBlockTokens > segment.kv_len) {
-        clear_tail<Mla::kAtomBytes, Mla::kChunkBytes>(own_smem, segment.kv_len - first_token, thread,
-                                                      Wide::kGroupThreads);
+        clear_values(smem, count, segment.kv_len - first_token, thread);
         fence_proxy_async();
       }
       // scores[4j + 2h + e]: row own_row[h], token 8 j + 2 quad + e.
@@ -259,9 +351,6 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, co
           scales[own * Wide::kRows + own_row[i]] = rescale[i];
         }
       }
-      // Behind this barrier the whole warpgroup has its scores, so the rope columns may be overwritten, and the tail
-      // is clear.
-      named_barrier_sync(Wide::kBarrierGroup + own, Wide::kGroupThreads);
       uint32_t probs[Wide::kScores / 2];
 #pragma unroll
       for (int i = 0; i < Wide::kScores; i += 2) {
@@ -269,23 +358,28 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, co
         probs[i / 2] = pack_bf16(exp2_approx(scores[i] * p.scale_log2 - shift[h]),
                                  exp2_approx(scores[i + 1] * p.scale_log2 - shift[h]));
         row_sum[h] += bf16_low(probs[i / 2]) + bf16_high(probs[i / 2]);
-        *reinterpret_cast<uint32_t*>(own_probs + own_row[h] * Mla::kChunkRowBytes + ((i / 4) ^ group) * 16 + quad * 4) =
-            probs[i / 2];
+      }
+      if constexpr (kFollows) finish(count - 1, true);
+      // Behind this barrier the whole warpgroup has read the weights of the block before, and the tail is clear.
+      named_barrier_sync(Wide::kBarrierGroup + own, Wide::kGroupThreads);
+#pragma unroll
+      for (int k = 0; k < Mla::kTokenSteps; ++k) {
+        store_matrix_x4(probs_to ^ (k * 32), probs[4 * k], probs[4 * k + 1], probs[4 * k + 2], probs[4 * k + 3]);
       }
       fence_proxy_async();
       named_barrier_arrive(Wide::kBarrierProbs + own, Wide::kComputeThreads);
       rescale_out(rescale);
 
+      const uint32_t at = warp_uniform(RingPlace(count * 2).at * Wide::kHalfBytes);
       wgmma_fence_operand(out);
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < Mla::kTokenSteps; ++k) {
         wgmma_m64n256k16_rs<1>(out, probs[4 * k], probs[4 * k + 1], probs[4 * k + 2], probs[4 * k + 3],
-                               advance_desc(own_value_desc, k * 16 * Mla::kChunkRowBytes), 1);
+                               advance_desc(value_desc, at + k * 16 * Mla::kChunkRowBytes), 1);
       }
       wgmma_commit();
-      finish(own);
-      phase ^= 1;
+      finish(count, false);
     };
 
     int block = segment.begin + own;
@@ -295,9 +389,11 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, co
     }
     for (; block < segment.end; block += 2) take(block, std::true_type{});
     if ((segment.end - segment.begin - 1) % 2 == other) {  // the last block is the other's
-      start_other();
-      finish(other);
+      const uint32_t count = first_count + (segment.end - segment.begin - 1);
+      start_other(count);
+      finish(count, true);
     }
+    first_count += segment.end - segment.begin;
 
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -347,12 +443,14 @@ __global__ void __launch_bounds__(Wide::kThreads, 1) mla_decode_wide_kernel(cons
   extern __shared__ char smem_raw[];
   char* smem = smem_raw + (1024 - smem_addr(smem_raw) % 1024) % 1024;
   uint64_t* bars = reinterpret_cast<uint64_t*>(smem + Wide::kBarrierOffset);
-  const WideBarriers barriers{bars, bars + 2 * Wide::kPieces};
+  const WideBarriers barriers{bars, bars + 2 * Wide::kRing, bars + 3 * Wide::kRing, bars + 3 * Wide::kRing + 2};
   const int tile_row = blockIdx.x * Wide::kRows, part = blockIdx.y;
   if (threadIdx.x == 0) {
     tma_prefetch_map(&p.cache_map);
-    for (int i = 0; i < 2 * Wide::kPieces; ++i) mbarrier_init(&barriers.full[i], 1);
-    for (int i = 0; i < 2 * 2; ++i) mbarrier_init(&barriers.empty[i], Wide::kGroupWarps);
+    for (int i = 0; i < 2 * Wide::kRing; ++i) mbarrier_init(&barriers.full[i], 1);
+    for (int i = 0; i < Wide::kRing; ++i) mbarrier_init(&barriers.empty[i], Wide::kGroupWarps);
+    for (int i = 0; i < 2; ++i) mbarrier_init(&barriers.rope_full[i], 1);
+    mbarrier_init(barriers.rope_empty, Wide::kGroupWarps);
     mbarrier_init_fence();
   }
   __syncthreads();
