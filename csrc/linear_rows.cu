@@ -8,6 +8,9 @@
 // Traffic: 2 B a weight, once; x once a CTA, from L2. HBM-bound. Weights are asked for before the previous kernel has
 //          ended, and a CTA leaves room for the next kernel's, so that in a chain of kernels the memory seldom rests.
 // Loads:   one box of the copy engine a stage. A bulk copy a row was tried: each takes some 35 ns of an SM to issue.
+// Order:   in parts (`in_parts`), warp w adds the blocks of 64 w, w + 8, ... of the depth, 16 at a time and ascending, as a
+//          tile of linear_tiles.cu with eight parts does: the tensor cores give the same bits by either instruction.
+//          W's fragments then come by ldmatrix, 16 rows a product, and x's in words, 8 tokens a product.
 // Banks:   a box lies in swizzled lines of 64 of the depth. The 8 lanes of a phase read two rows, of each every other
 //          vector, of which the swizzle turns one row's into the other half of the banks.
 // Checked against rorqual/kernels/linear.py's float64 product.
@@ -42,6 +45,13 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], uint32_t a0, uint32_
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&d)[4], uint32_t addr) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(addr)
+               : "memory");
+}
+
 template <int kRows>
 __device__ __forceinline__ void produce(const RowsShape& shape, const CUtensorMap* weight, char* smem, uint64_t* full,
                                         uint64_t* empty) {
@@ -62,20 +72,56 @@ __device__ __forceinline__ void produce(const RowsShape& shape, const CUtensorMa
   }
 }
 
+// Adds a warp's block of 64 of the depth. acc: [16 rows of W][8 tokens], 4 registers; at: the block's rows in shared memory.
+template <int kGroups, int kHalves, int kOuter>
+__device__ __forceinline__ void multiply_in_parts(float (&acc)[kOuter][kHalves][4], const uint4 (&x)[2][kHalves],
+                                                  uint32_t at) {
+  const int lane = threadIdx.x % kWarpSize, row = lane % 8, matrix = lane / 8;  // what the lane gives the address of
+  uint32_t w[4];
+#pragma unroll
+  for (int step = 0; step < kBlock / 16; ++step) {
+    const auto multiply = [&](int n, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) {
+        const uint4& v = x[step / 2][h];
+        mma_m16n8k16(acc[n][h], a0, a1, a2, a3, step % 2 == 0 ? v.x : v.z, step % 2 == 0 ? v.y : v.w);
+      }
+    };
+    if constexpr (kGroups == 1) {  // the tile has half of the rows: one load is two steps'
+      if (step % 2 == 0) ldmatrix_x4(w, at + row * 2 * kBlock + ((2 * step + matrix) ^ row) * 16);
+      if (step % 2 == 0) {
+        multiply(0, w[0], 0, w[1], 0);
+      } else {
+        multiply(0, w[2], 0, w[3], 0);
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < kOuter; ++n) {
+        ldmatrix_x4(w, at + (16 * n + matrix % 2 * 8 + row) * 2 * kBlock + ((2 * step + matrix / 2) ^ row) * 16);
+        multiply(n, w[0], w[1], w[2], w[3]);
+      }
+    }
+  }
+}
+
 // kGroups: of 8 rows of W. kHalves: of 8 tokens. What lies between the end of the previous kernel and the last store is
 // the time that a chain of kernels cannot hide: addresses are found before, loads asked for long before their use.
-template <int kGroups, int kHalves>
+template <int kGroups, int kHalves, bool kInParts>
 __device__ __forceinline__ void compute(const LinearParams& p, const RowsShape& shape, const char* smem,
                                         float* all_partials, uint64_t* full, uint64_t* empty) {
   constexpr int kRows = 8 * kGroups;
   constexpr int kSpanChunks = 4 / kHalves;  // x is held for so many chunks, in 32 registers
-  constexpr int kSets = kGroups <= 2 ? 2 : 1;  // sums side by side, so that fewer products wait for one another
+  // Sums side by side, so that fewer products wait for one another; in parts those of 8 tokens each.
+  constexpr int kSets = kInParts ? kHalves : kGroups <= 2 ? 2 : 1;
+  constexpr int kOuter = kInParts ? (kGroups + 1) / 2 : kGroups;  // times 8 rows of W, or 16
   const int thread = threadIdx.x, warp = thread / kWarpSize, lane = thread % kWarpSize;
   const int group = lane / 4, quad = lane % 4;
   const int partial_floats = p.num_tokens * kRows;  // of a warp
   const int stage_bytes = shape.stage_blocks * kRows * 2 * kBlock;
   const char* w_row = smem + (warp * kRows + group) * 2 * kBlock;
-  const int own_k = warp * kBlock + quad * 16;  // vectors 2 quad and 2 quad + 1 of this warp's line
+  const uint32_t part_offset = warp * kRows * 2 * kBlock;
+  // Vectors 2 quad and 2 quad + 1 of this warp's line; in parts words quad and quad + 4 of each 16.
+  const int own_k = warp * kBlock + quad * (kInParts ? 2 : 16);
   const __nv_bfloat16* x_row = p.x + group * p.x_token_stride + own_k;
   const int64_t other_half = 8 * p.x_token_stride;
 
@@ -91,18 +137,25 @@ __device__ __forceinline__ void compute(const LinearParams& p, const RowsShape& 
       const bool inside = (first_chunk + i / 2) * kChunk + own_k < p.in_features;
 #pragma unroll
       for (int h = 0; h < kHalves; ++h) {
-        x[i / 2][i % 2][h] = group + 8 * h < p.num_tokens && inside
-                                 ? *reinterpret_cast<const uint4*>(src + h * other_half + i / 2 * kChunk + i % 2 * 8)
-                                 : make_uint4(0, 0, 0, 0);
+        const bool valid = group + 8 * h < p.num_tokens && inside;
+        if constexpr (kInParts) {  // x and y of product 2 i, z and w of product 2 i + 1
+          const uint32_t* at = reinterpret_cast<const uint32_t*>(src + h * other_half + i / 2 * kChunk + i % 2 * 32);
+          x[i / 2][i % 2][h] =
+              make_uint4(valid ? at[0] : 0, valid ? at[4] : 0, valid ? at[8] : 0, valid ? at[12] : 0);
+        } else {
+          x[i / 2][i % 2][h] =
+              valid ? *reinterpret_cast<const uint4*>(src + h * other_half + i / 2 * kChunk + i % 2 * 8)
+                    : make_uint4(0, 0, 0, 0);
+        }
       }
     }
   };
   asm volatile("" : "+l"(x_row), "+r"(batch), "+r"(first_row));  // found before the wait
   wait_for_previous_kernel();
   for (bool fresh = true;;) {
-    float acc[kGroups][kSets][4];
+    float acc[kOuter][kSets][4];
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n) {
+    for (int n = 0; n < kOuter; ++n) {
 #pragma unroll
       for (int i = 0; i < 4 * kSets; ++i) acc[n][i / 4][i % 4] = 0.f;
     }
@@ -112,7 +165,11 @@ __device__ __forceinline__ void compute(const LinearParams& p, const RowsShape& 
       for (int chunk = 0; chunk < kSpanChunks; ++chunk) {
         if (first_chunk + chunk >= shape.num_chunks) break;
         mbarrier_wait(&full[stage], phase);
-        if (warp < shape.stage_blocks) {
+        if constexpr (kInParts) {
+          if (warp < shape.stage_blocks) {
+            multiply_in_parts<kGroups, kHalves>(acc, x[chunk], smem_addr(smem + stage * stage_bytes) + part_offset);
+          }
+        } else if (warp < shape.stage_blocks) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const char* at = w_row + stage * stage_bytes + ((2 * quad + i) ^ group) * 16;
@@ -137,8 +194,20 @@ __device__ __forceinline__ void compute(const LinearParams& p, const RowsShape& 
     // The next tile's sums go to the other half; those of the one after it, behind the next tile's barrier.
     float* partials = all_partials + turn * kComputeWarps * partial_floats;
     turn ^= 1;
+    if constexpr (kInParts) {
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n) {
+      for (int n = 0; n < kOuter; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4 * kHalves; ++i) {  // acc[n][h][2 r + e]: row 16 n + group + 8 r, token 8 h + 2 quad + e
+          const int row = 16 * n + group + i % 4 / 2 * 8, token = i / 4 * 8 + 2 * quad + i % 2;
+          if (row < kRows && token < p.num_tokens) {
+            partials[warp * partial_floats + token * kRows + row] = acc[n][i / 4][i % 4];
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < (kInParts ? 0 : kGroups); ++n) {
 #pragma unroll
       for (int h = 0; h < kHalves; ++h) {
         float2 sum = {acc[n][0][2 * h], acc[n][0][2 * h + 1]};
@@ -188,7 +257,7 @@ __device__ __forceinline__ void compute(const LinearParams& p, const RowsShape& 
   }
 }
 
-template <int kGroups, int kHalves>
+template <int kGroups, int kHalves, bool kInParts>
 __global__ void __launch_bounds__(kThreads, 2)
 linear_rows_kernel(const __grid_constant__ LinearParams p, const __grid_constant__ CUtensorMap weight,
                    const RowsShape shape) {
@@ -210,14 +279,14 @@ linear_rows_kernel(const __grid_constant__ LinearParams p, const __grid_constant
   __syncthreads();
   let_dependents_launch();
   if (threadIdx.x < kComputeThreads) {
-    compute<kGroups, kHalves>(p, shape, smem, partials, full, empty);
+    compute<kGroups, kHalves, kInParts>(p, shape, smem, partials, full, empty);
   } else if (threadIdx.x == kComputeThreads) {
     produce<kRows>(shape, &weight, smem, full, empty);
   }
 }
 
 template <int kGroups, int kHalves>
-cudaError_t launch(const LinearParams& p, const CUtensorMap& weight, int num_sms, cudaStream_t stream) {
+cudaError_t launch(const LinearParams& p, const CUtensorMap& weight, int num_sms, bool in_parts, cudaStream_t stream) {
   constexpr int kRows = 8 * kGroups;
   constexpr int kStageRoom = 128 << 10;      // of a single tile: what the neighbours in a chain leave
   constexpr int kManyStageRoom = 104 << 10;  // of one tile after the other
@@ -236,16 +305,18 @@ cudaError_t launch(const LinearParams& p, const CUtensorMap& weight, int num_sms
   shape.stages = std::min({room / stage_bytes, kMaxStages, turns * shape.num_chunks});
   const int partial_bytes = shape.partial_sets * kComputeWarps * p.num_tokens * kRows * 4;
   const int smem_bytes = 1024 + shape.stages * stage_bytes + partial_bytes + kBarrierBytes;  // room to align the first
-  return launch_kernel(linear_rows_kernel<kGroups, kHalves>, dim3(grid), kThreads, stream,
+  return launch_kernel(in_parts ? linear_rows_kernel<kGroups, kHalves, true> : linear_rows_kernel<kGroups, kHalves, false>,
+                       dim3(grid), kThreads, stream,
                        {.smem_bytes = smem_bytes, .overlaps = true}, p, weight, shape);
 }
 
 template <int kHalves>
-cudaError_t launch(const LinearParams& p, const CUtensorMap& weight, int tile_rows, int num_sms, cudaStream_t stream) {
+cudaError_t launch(const LinearParams& p, const CUtensorMap& weight, int tile_rows, int num_sms, bool in_parts,
+                   cudaStream_t stream) {
   switch (tile_rows) {
-    case 8: return launch<1, kHalves>(p, weight, num_sms, stream);
-    case 16: return launch<2, kHalves>(p, weight, num_sms, stream);
-    default: return launch<4, kHalves>(p, weight, num_sms, stream);
+    case 8: return launch<1, kHalves>(p, weight, num_sms, in_parts, stream);
+    case 16: return launch<2, kHalves>(p, weight, num_sms, in_parts, stream);
+    default: return launch<4, kHalves>(p, weight, num_sms, in_parts, stream);
   }
 }
 
@@ -265,9 +336,9 @@ int choose_linear_rows(const LinearParams& p, int num_sms) {
 }
 
 cudaError_t launch_linear_rows(const LinearParams& p, const CUtensorMap& weight, int tile_rows, int num_sms,
-                               cudaStream_t stream) {
-  return p.num_tokens <= 8 ? launch<1>(p, weight, tile_rows, num_sms, stream)
-                           : launch<2>(p, weight, tile_rows, num_sms, stream);
+                               bool in_parts, cudaStream_t stream) {
+  return p.num_tokens <= 8 ? launch<1>(p, weight, tile_rows, num_sms, in_parts, stream)
+                           : launch<2>(p, weight, tile_rows, num_sms, in_parts, stream);
 }
 
 }  // namespace rorqual

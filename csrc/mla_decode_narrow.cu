@@ -19,9 +19,12 @@
 namespace rorqual {
 namespace {
 
-template <int kRowsArg>
+// kJoins: splits are joined within their group as they end (group_splits > 1); the group's sums take as many registers
+// again.
+template <int kRowsArg, bool kJoinsArg>
 struct Narrow {
   static constexpr int kRows = kRowsArg;
+  static constexpr bool kJoins = kJoinsArg;
   static constexpr int kComputeWarps = 4, kComputeThreads = kComputeWarps * kWarpSize;
   static constexpr int kQueryWarps = 2;
   static constexpr int kThreads = kComputeThreads + (1 + kQueryWarps) * kWarpSize;  // one warp loads blocks
@@ -127,6 +130,26 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, co
 
   SegmentWalk walk(p, part, tile_row);
   Segment segment, next_segment;
+  float row_max[T::kOwnRows], row_sum[T::kOwnRows];  // of a thread's part of the rows, until sum_rows
+  // The next write to `sums` is behind the barriers of the next block.
+  const auto sum_rows = [&] {
+#pragma unroll
+    for (int mask = 4; mask < kWarpSize; mask *= 2) {
+#pragma unroll
+      for (int i = 0; i < T::kOwnRows; ++i) row_sum[i] += __shfl_xor_sync(0xffffffffu, row_sum[i], mask);
+    }
+    if (group == 0) {
+#pragma unroll
+      for (int i = 0; i < T::kOwnRows; ++i) sums[warp * T::kRows + own_row(i)] = row_sum[i];
+    }
+    named_barrier_sync(kBarrier, T::kComputeThreads);
+#pragma unroll
+    for (int i = 0; i < T::kOwnRows; ++i) {
+      row_sum[i] = 0.f;
+#pragma unroll
+      for (int w = 0; w < T::kComputeWarps; ++w) row_sum[i] += sums[w * T::kRows + own_row(i)];
+    }
+  };
   uint32_t step = 0, query_step = 0;
   bool more = walk.next(segment);
   wait_for_previous_kernel();  // also who has nothing to do: this kernel must not end before that one
@@ -136,13 +159,27 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, co
     const uint64_t q_desc =
         swizzle128_desc(warp_uniform(smem_addr(smem + T::kQueryOffset + query_stage * T::kQueryBytes)));
     int limit[T::kOwnRows];
-    float row_max[T::kOwnRows], row_sum[T::kOwnRows];
 #pragma unroll
     for (int i = 0; i < T::kOwnRows; ++i) {
       limit[i] = Row(p, segment, tile_row + own_row(i)).limit;
       row_max[i] = neg_inf();
       row_sum[i] = 0.f;
     }
+    float group_max[T::kOwnRows], group_sum[T::kOwnRows], group_out[T::kJoins ? Mla::kLatentChunks : 1][T::kScores];
+    if constexpr (T::kJoins) {
+#pragma unroll
+      for (int i = 0; i < T::kOwnRows; ++i) {
+        group_max[i] = neg_inf();
+        group_sum[i] = 0.f;
+      }
+#pragma unroll
+      for (int c = 0; c < Mla::kLatentChunks; ++c) {
+#pragma unroll
+        for (int i = 0; i < T::kScores; ++i) group_out[c][i] = 0.f;
+      }
+    }
+    // A split of a sequence of several, and not a whole group: to be joined by the combination.
+    const bool single = T::kJoins && walk.split_blocks() == p.split_blocks && segment.num_splits > 1;
     // Up to here every valid row may attend to everything.
     const int all_limit = max(segment.kv_len - segment.q_len + 1, 0);
     float out[Mla::kLatentChunks][T::kScores];
@@ -213,8 +250,10 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, co
 #pragma unroll
         for (int w = 0; w < T::kComputeWarps; ++w) new_max = fmaxf(new_max, reduce[w * T::kRows + own_row(i)]);
         // A row that has seen nothing yet keeps a finite base, so that no -inf is subtracted from itself.
-        shift[i] = new_max == neg_inf() ? 0.f : new_max * p.scale_log2;
-        rescale[i] = exp2_approx(row_max[i] * p.scale_log2 - shift[i]);
+        const float base = new_max == neg_inf() ? 0.f : new_max;
+        shift[i] = base * p.scale_log2;
+        // Not from the shift, which has been rounded: exactly one where the maximum stays.
+        rescale[i] = exp2_approx((row_max[i] - base) * p.scale_log2);
         row_max[i] = new_max;
         row_sum[i] *= rescale[i];
       }
@@ -252,26 +291,56 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, co
 #pragma unroll
       for (int c = 0; c < Mla::kLatentChunks; ++c) wgmma_fence_operand(out[c]);
       if (lane == 0) mbarrier_arrive(&barriers.block_empty[stage]);
+      if constexpr (T::kJoins) {
+        if (!single && (block + 1 == segment.end || (block + 1) % p.split_blocks == 0)) {
+          sum_rows();
+          float old_weight[T::kOwnRows], new_weight[T::kOwnRows];
+#pragma unroll
+          for (int i = 0; i < T::kOwnRows; ++i) {
+            const SplitJoin join(group_max[i], row_max[i], p.scale_log2);
+            group_max[i] = join.max;
+            group_sum[i] = join(group_sum[i], row_sum[i]);
+            old_weight[i] = join.old_weight;
+            new_weight[i] = join.new_weight;
+            row_max[i] = neg_inf();
+            row_sum[i] = 0.f;
+          }
+#pragma unroll
+          for (int c = 0; c < Mla::kLatentChunks; ++c) {
+#pragma unroll
+            for (int i = 0; i < T::kScores; ++i) {
+              const int own = i / 4 * 2 + i % 2;
+              group_out[c][i] = __fmaf_rn(out[c][i], new_weight[own], __fmul_rn(group_out[c][i], old_weight[own]));
+              out[c][i] = 0.f;
+            }
+          }
+        }
+      }
     }
 
+    if constexpr (T::kJoins) {
+      if (!single) {
 #pragma unroll
-    for (int mask = 4; mask < kWarpSize; mask *= 2) {
+        for (int i = 0; i < T::kOwnRows; ++i) {
+          row_max[i] = group_max[i];
+          row_sum[i] = group_sum[i];
+        }
 #pragma unroll
-      for (int i = 0; i < T::kOwnRows; ++i) row_sum[i] += __shfl_xor_sync(0xffffffffu, row_sum[i], mask);
+        for (int c = 0; c < Mla::kLatentChunks; ++c) {
+#pragma unroll
+          for (int i = 0; i < T::kScores; ++i) out[c][i] = group_out[c][i];
+        }
+      } else {
+        sum_rows();
+      }
+    } else {
+      sum_rows();
     }
-    if (group == 0) {
-#pragma unroll
-      for (int i = 0; i < T::kOwnRows; ++i) sums[warp * T::kRows + own_row(i)] = row_sum[i];
-    }
-    named_barrier_sync(kBarrier, T::kComputeThreads);
     const int64_t partial_rows = int64_t{p.num_tiles} * T::kRows;
 #pragma unroll
     for (int i = 0; i < T::kOwnRows; ++i) {
-      float sum = 0.f;
-#pragma unroll
-      for (int w = 0; w < T::kComputeWarps; ++w) sum += sums[w * T::kRows + own_row(i)];
-      const float inverse = sum > 0.f ? 1.f / sum : sum;  // keeps a NaN
-      const float lse_log2 = sum == 0.f ? neg_inf() : row_max[i] * p.scale_log2 + log2f(sum);
+      const float inverse = single ? 1.f : inverse_of(row_sum[i]);
+      const float lse_log2 = single ? row_max[i] : lse_of(row_max[i], row_sum[i], p.scale_log2);
       const int local_row = tile_row + own_row(i);
       const Row row(p, segment, local_row);
       if (!row.valid) continue;
@@ -296,9 +365,9 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, co
           dst[c * Mla::kChunkCols + 8] = out[c][at + 2] * inverse;
         }
         if (warp == 0 && group == 0) p.partial_lse[partial_row] = lse_log2;
+        if (single && warp == 0 && group == 0) p.partial_sum[partial_row] = row_sum[i];
       }
     }
-    // The next write to `sums` is behind the barriers of the next segment's blocks.
   }
 }
 
@@ -339,10 +408,10 @@ cudaError_t launch(const MlaDecodeParams& p, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launch_mla_decode_narrow16(const MlaDecodeParams& p, cudaStream_t stream) {
-  return launch<Narrow<16>>(p, stream);
+  return p.group_splits > 1 ? launch<Narrow<16, true>>(p, stream) : launch<Narrow<16, false>>(p, stream);
 }
 cudaError_t launch_mla_decode_narrow32(const MlaDecodeParams& p, cudaStream_t stream) {
-  return launch<Narrow<32>>(p, stream);
+  return launch<Narrow<32, false>>(p, stream);
 }
 
 }  // namespace rorqual

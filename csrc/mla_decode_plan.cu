@@ -1,12 +1,15 @@
 // mla_decode_plan.cu: cutting a decode step's attention into even parts, and combining split sequences.
 //
 // Plan. Lay the sequences end to end on a line, each `overhead_blocks` units for being started, then a unit a block
-// (or, with splits of a fixed size, a unit a split). Part i is the stretch [i, i + 1) * ceil(total / parts). Where there
+// (or, with splits of a fixed size, a unit a split or a group of splits). Part i is the stretch [i, i + 1) * ceil(total / parts). Where there
 // are parts enough, each sequence is instead padded to a multiple of the least length that needs no more parts than
 // there are, so that no part holds two; where there are fewer parts than sequences and whole sequences fill them nearly
 // evenly, none is cut. Everything a part or a sequence needs to know follows from prefix sums by division, or from jumps
 // of 2^k parts, so no loop is serial in the batch.
 // Tiling:  one CTA for the plan; once a step, not once a layer. Traffic: 12 B a sequence. Latency-bound.
+//
+// With groups of splits a step's unit is a group, or a split where groups are few for the parts: who joins the splits of
+// a group does not show in the bits, so this may follow the load.
 //
 // Combine. out = sum_k 2^(lse_k - lse) out_k over a sequence's splits k in ascending order, in float32; the same
 // bits however many CTAs computed them. A sequence of one split was written by the attention kernel itself.
@@ -58,8 +61,9 @@ __global__ void __launch_bounds__(kPlanThreads, 1) mla_plan_kernel(const MlaPlan
   const auto num_blocks_of = [&](int seq) {
     return num_kv_blocks(p.kv_lens[seq], p.q_starts[seq + 1] - p.q_starts[seq]);
   };
+  int split_blocks = p.split_blocks * p.group_splits;  // of this step
   const auto units_of = [&](int num_blocks) {
-    return p.split_blocks > 0 ? (num_blocks + p.split_blocks - 1) / p.split_blocks : num_blocks;
+    return split_blocks > 0 ? (num_blocks + split_blocks - 1) / split_blocks : num_blocks;
   };
 
   // A sequence on the line: `overhead`, then its units, up to a multiple of `multiple`.
@@ -80,6 +84,17 @@ __global__ void __launch_bounds__(kPlanThreads, 1) mla_plan_kernel(const MlaPlan
     __syncthreads();
   };
   lay_out(1);
+  if (p.group_splits > 1 && total > 0 && total <= min(p.num_parts, kMaxSingleGroups)) {
+    const int groups = total;
+    split_blocks = p.split_blocks;
+    lay_out(1);
+    // How long the busiest CTA takes, in blocks: a split on its own costs about one more, and the combination three.
+    const int single_blocks = (total + p.num_parts - 1) / p.num_parts * (p.split_blocks + 1) + 3;
+    if (total > p.split_capacity || single_blocks * groups >= total * p.split_blocks) {
+      split_blocks *= p.group_splits;
+      lay_out(1);
+    }
+  }
   int part_units = max(max((total + p.num_parts - 1) / p.num_parts, p.min_units), 1);
 
   // Where no part need hold two sequences, and none is longer for it, none does.
@@ -159,7 +174,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1) mla_plan_kernel(const MlaPlan
       }
     }
     const int unit = max(static_cast<int>(x) - starts[low] - overhead, 0);
-    return make_int2(low, p.split_blocks > 0 ? unit * p.split_blocks : unit);
+    return make_int2(low, split_blocks > 0 ? unit * split_blocks : unit);
   };
   for (int part = threadIdx.x; part < p.num_parts; part += kPlanThreads) {
     const int2 begin = whole ? make_int2(jumps[part].y, 0) : locate(int64_t{part} * part_units);
@@ -196,7 +211,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1) mla_plan_kernel(const MlaPlan
     p.plan[0] = base;
     p.plan[1] = base > p.split_capacity;
     p.plan[2] = part_units;
-    p.plan[3] = 0;
+    p.plan[3] = split_blocks;
   }
   __threadfence();  // the kernel after this one may read the plan before it waits for this one's end
 }
@@ -248,7 +263,9 @@ mla_combine_kernel(const __grid_constant__ MlaDecodeParams p) {
     for (int k = lane; k < num_splits; k += kWarpSize) max_lse = fmaxf(max_lse, lses[k * rows]);
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2) max_lse = fmaxf(max_lse, __shfl_xor_sync(0xffffffffu, max_lse, mask));
-    if (max_lse != neg_inf()) {
+    bool any_nan = false;  // which fmaxf does not keep
+    for (int k = lane; k < num_splits; k += kWarpSize) any_nan |= lses[k * rows] != lses[k * rows];
+    if (max_lse != neg_inf() || __any_sync(0xffffffffu, any_nan)) {
       float weight_sum = 0.f;
       for (int k = lane; k < num_splits; k += kWarpSize) weight_sum += exp2_approx(lses[k * rows] - max_lse);
       weight_sum = warp_sum(weight_sum);
@@ -290,6 +307,141 @@ mla_combine_kernel(const __grid_constant__ MlaDecodeParams p) {
   if (p.lse != nullptr && value == 0) p.lse[token * p.num_heads + head] = lse * (1.f / kLog2E);
 }
 
+// The same where splits have groups: the groups are combined, and before that, where the splits were computed one by
+// one, the splits of each joined as the attention kernel joins them. Of the groups, every fourth is added to one of four
+// sums, and these in order. A CTA takes kCols values of a row, with a warp or more for each of kThreadGroups of the sums.
+template <int kCols, int kThreadGroups, int kMinCtas>
+__global__ void __launch_bounds__(kCols / 4 * kThreadGroups, kMinCtas)
+mla_combine_groups_kernel(const __grid_constant__ MlaDecodeParams p) {
+  constexpr int kGroupThreads = kCols / 4, kSlices = Mla::kLatent / kCols, kThreads = kGroupThreads * kThreadGroups;
+  constexpr int kSums = 4, kOwnSums = kSums / kThreadGroups, kAhead = 8;
+  static_assert(kGroupThreads % kWarpSize == 0);
+  __shared__ float single_lse[kMaxSingleGroups], single_inverse[kMaxSingleGroups];
+  const int head = blockIdx.x / kSlices, slice = blockIdx.x % kSlices, query = blockIdx.y, seq = blockIdx.z;
+  const SeqPlan seq_plan = SeqPlan::load(p.plan, p.num_parts, seq);
+  const bool single = __ldcg(p.plan + 3) == p.split_blocks;
+  const int first = seq_plan.first_split, num_splits = seq_plan.num_splits;
+  const bool idle = query >= seq_plan.q_len || num_splits == 1;
+  if (idle && blockIdx.x + blockIdx.y + blockIdx.z > 0) return;  // one stays: see above
+  wait_for_previous_kernel();
+  let_dependents_launch();
+  if (idle) return;
+
+  const int lane = threadIdx.x % kWarpSize, thread_group = threadIdx.x / kGroupThreads;
+  const int value = slice * kGroupThreads + threadIdx.x % kGroupThreads;  // which four of the row's values
+  const int64_t token = seq_plan.q_start + query;
+  float4 sums[kOwnSums];
+#pragma unroll
+  for (int i = 0; i < kOwnSums; ++i) sums[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+  float lse = neg_inf();
+  if (first + num_splits > p.split_capacity) {  // too small a workspace must never look like a result
+    sums[0].x = sums[0].y = sums[0].z = sums[0].w = lse = __int_as_float(0x7fffffff);
+  } else if (num_splits > 0) {
+    const int64_t rows = int64_t{p.num_tiles} * p.partial_tile_rows;
+    const int64_t first_row = first * rows + query * p.num_heads + head;
+    const float* maxima = p.partial_lse + first_row;  // or logarithms of sums
+    const float* weights = p.partial_sum + first_row;
+    const float4* values = reinterpret_cast<const float4*>(p.partial_out + first_row * Mla::kLatent) + value;
+    const int64_t split_stride = rows * Mla::kLatent / 4;
+    const int per_group = single ? p.group_splits : 1, num_groups = (num_splits + per_group - 1) / per_group;
+    if (single) {
+      for (int g = threadIdx.x; g < num_groups; g += kThreads) {
+        float max = neg_inf(), sum = 0.f;
+        for (int k = g * per_group; k < min((g + 1) * per_group, num_splits); ++k) {
+          const SplitJoin join(max, maxima[k * rows], p.scale_log2);
+          max = join.max;
+          sum = join(sum, weights[k * rows]);
+        }
+        single_lse[g] = lse_of(max, sum, p.scale_log2);
+        single_inverse[g] = inverse_of(sum);
+      }
+      __syncthreads();
+    }
+    const auto group_lse = [&](int g) { return single ? single_lse[g] : maxima[g * rows]; };
+    float max_lse = neg_inf();
+    bool any_nan = false;  // which fmaxf does not keep
+    for (int g = lane; g < num_groups; g += kWarpSize) {
+      const float own = group_lse(g);
+      max_lse = fmaxf(max_lse, own);
+      any_nan |= own != own;
+    }
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) max_lse = fmaxf(max_lse, __shfl_xor_sync(0xffffffffu, max_lse, mask));
+    if (max_lse != neg_inf() || __any_sync(0xffffffffu, any_nan)) {
+      float weight_sum = 0.f;
+      for (int g = lane; g < num_groups; g += kWarpSize) weight_sum += exp2_approx(__fsub_rn(group_lse(g), max_lse));
+      weight_sum = warp_sum(weight_sum);
+      lse = __fadd_rn(max_lse, log2f(weight_sum));
+      const auto add = [&](float4& sum, int g, const float4& x) {
+        const float weight = exp2_approx(__fsub_rn(group_lse(g), lse));
+        sum.x = __fmaf_rn(weight, x.x, sum.x);
+        sum.y = __fmaf_rn(weight, x.y, sum.y);
+        sum.z = __fmaf_rn(weight, x.z, sum.z);
+        sum.w = __fmaf_rn(weight, x.w, sum.w);
+      };
+      float4 x[kAhead];
+      const auto load = [&](int from, int step, int end) {
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          if (from + i * step < end) x[i] = values[(from + i * step) * split_stride];
+        }
+      };
+      if (single) {
+        for (int base = 0; base < num_groups; base += kSums) {
+#pragma unroll
+          for (int i = 0; i < kOwnSums; ++i) {
+            const int g = base + i * kThreadGroups + thread_group;
+            if (g >= num_groups) break;
+            const int end = min((g + 1) * per_group, num_splits);
+            float4 joined = make_float4(0.f, 0.f, 0.f, 0.f);
+            float max = neg_inf();
+            for (int from = g * per_group; from < end; from += kAhead) {
+              load(from, 1, end);
+#pragma unroll
+              for (int k = 0; k < kAhead; ++k) {
+                if (from + k >= end) break;
+                const SplitJoin join(max, maxima[(from + k) * rows], p.scale_log2);
+                max = join.max;
+                joined = make_float4(join(joined.x, x[k].x), join(joined.y, x[k].y), join(joined.z, x[k].z),
+                                     join(joined.w, x[k].w));
+              }
+            }
+            const float inverse = single_inverse[g];
+            add(sums[i], g,
+                make_float4(__fmul_rn(joined.x, inverse), __fmul_rn(joined.y, inverse), __fmul_rn(joined.z, inverse),
+                            __fmul_rn(joined.w, inverse)));
+          }
+        }
+      } else {
+        for (int from = thread_group; from < num_groups; from += kAhead * kThreadGroups) {
+          load(from, kThreadGroups, num_groups);
+#pragma unroll
+          for (int i = 0; i < kAhead; ++i) {
+            if (from + i * kThreadGroups < num_groups) add(sums[i % kOwnSums], from + i * kThreadGroups, x[i]);
+          }
+        }
+      }
+    }
+  }
+  const auto add_up = [](float4& sum, const float4& x) {
+    sum = make_float4(__fadd_rn(sum.x, x.x), __fadd_rn(sum.y, x.y), __fadd_rn(sum.z, x.z), __fadd_rn(sum.w, x.w));
+  };
+#pragma unroll
+  for (int i = 1; i < kOwnSums; ++i) add_up(sums[0], sums[i]);
+  if constexpr (kThreadGroups > 1) {
+    static_assert(kOwnSums == 1);
+    __shared__ float4 others[kThreadGroups - 1][kGroupThreads];
+    if (thread_group > 0) others[thread_group - 1][threadIdx.x % kGroupThreads] = sums[0];
+    __syncthreads();
+    if (thread_group > 0) return;
+#pragma unroll
+    for (int i = 0; i < kThreadGroups - 1; ++i) add_up(sums[0], others[i][threadIdx.x]);
+  }
+  const uint2 packed = make_uint2(pack_bf16(sums[0].x, sums[0].y), pack_bf16(sums[0].z, sums[0].w));
+  reinterpret_cast<uint2*>(p.out + token * p.out_token_stride + head * p.out_head_stride)[value] = packed;
+  if (p.lse != nullptr && value == 0) p.lse[token * p.num_heads + head] = lse * (1.f / kLog2E);
+}
+
 }  // namespace
 
 cudaError_t launch_mla_plan(const MlaPlanParams& p, cudaStream_t stream) {
@@ -309,6 +461,10 @@ cudaError_t launch_mla_decode(MlaDecodeKernel kernel, const MlaDecodeParams& p, 
     return launch_kernel(kernel, dim3(p.num_heads * (Mla::kLatent / cols), p.max_q_len, p.batch), cols / 4 * groups,
                          stream, {.overlaps = true}, p);
   };
+  if (p.group_splits > 1) {
+    if (rows <= 1024) return launch(mla_combine_groups_kernel<128, 4, 1>, 128, 4);
+    return launch(mla_combine_groups_kernel<512, 1, 5>, 512, 1);
+  }
   if (splits >= 32 && rows <= 32) return launch(mla_combine_kernel<128, 16, 8, 1>, 128, 16);
   if (splits >= 16) return launch(mla_combine_kernel<128, 4, 8, 1>, 128, 4);
   if (rows <= 1024) return launch(mla_combine_kernel<512, 1, 8, 1>, 512, 1);

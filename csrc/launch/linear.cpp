@@ -59,6 +59,9 @@ extern "C" int rorqual_linear(const RorqualLinear* a, void* stream) {
     RORQUAL_REQUIRE((rows == 8 && !p.silu_mul) || rows == 16 || rows == 32,
                     "linear: tile_rows must be 0, 8 (not with silu_mul), 16, 32, 64 or 128, got " +
                         std::to_string(rows));
+    RORQUAL_REQUIRE(a->parts == 0 || (a->parts == 8 && a->in_features >= 8 * rorqual::kLinearTileDepth),
+                    "linear: the kernel of few tokens takes no parts, or 8 of at least 512 in_features, got " +
+                        std::to_string(a->parts) + " of " + std::to_string(in));
     const cuuint32_t blocks = std::min<int>(rorqual::kLinearRowsBlocks, a->in_features / depth);
     CUtensorMap weight;
     if (const int code = rorqual::encode_bf16_map<4>(&weight, a->weight, {depth, out, in / depth, batch},
@@ -66,15 +69,21 @@ extern "C" int rorqual_linear(const RorqualLinear* a, void* stream) {
                                                      {depth, static_cast<cuuint32_t>(rows), blocks, 1}, "linear")) {
       return code;
     }
-    return rorqual::from_cuda(rorqual::launch_linear_rows(p, weight, rows, num_sms, cuda_stream), "linear");
+    return rorqual::from_cuda(rorqual::launch_linear_rows(p, weight, rows, num_sms, a->parts == 8, cuda_stream),
+                              "linear");
   }
   RORQUAL_REQUIRE(rorqual::linear_tile_exists(a->tile_rows, a->tile_tokens),
-                  "linear: tiles are 64 x 16, 32, 64 or 128 x 64, 128, 256, got " + std::to_string(a->tile_rows) +
+                  "linear: tiles are 64 x 16, 32, 64 or 128 x 64, 128, 192, 256, got " + std::to_string(a->tile_rows) +
                       " x " + std::to_string(a->tile_tokens));
   const int blocks = (a->in_features + rorqual::kLinearTileDepth - 1) / rorqual::kLinearTileDepth;
-  RORQUAL_REQUIRE(a->split >= 1 && a->split <= 8 && (a->split - 1) * ((blocks + a->split - 1) / a->split) < blocks,
-                  "linear: split must be in [1, 8] and leave no part without any of " + std::to_string(blocks) +
-                      " blocks, got " + std::to_string(a->split));
+  const int parts = a->parts == 0 ? a->split : a->parts;
+  RORQUAL_REQUIRE(a->split >= 1 && parts >= a->split && parts <= 8 && parts <= blocks && parts % a->split == 0,
+                  "linear: split must be in [1, 8], parts a multiple of it, and leave no part without any of " +
+                      std::to_string(blocks) + " blocks, got " + std::to_string(a->split) + " and " +
+                      std::to_string(parts));
+  RORQUAL_REQUIRE(parts == a->split || rorqual::linear_tile_joins(a->tile_rows, a->tile_tokens),
+                  "linear: tiles of 128 x " + std::to_string(a->tile_tokens) + " need as many parts as split, got " +
+                      std::to_string(parts) + " and " + std::to_string(a->split));
   rorqual::LinearTileMaps maps;
   // A stride over a single row or batch is never taken, but must still be one.
   const cuuint64_t x_token_stride = tokens == 1 ? in : a->x_token_stride;
@@ -89,5 +98,5 @@ extern "C" int rorqual_linear(const RorqualLinear* a, void* stream) {
     return code;
   }
   return rorqual::from_cuda(
-      rorqual::launch_linear_tiles(p, maps, a->tile_rows, a->tile_tokens, a->split, cuda_stream), "linear");
+      rorqual::launch_linear_tiles(p, maps, a->tile_rows, a->tile_tokens, a->split, parts, cuda_stream), "linear");
 }

@@ -20,8 +20,11 @@ extern "C" int rorqual_mla_plan(const RorqualMlaPlan* a, void* stream) {
                       std::to_string(a->batch));
   RORQUAL_REQUIRE(a->num_parts >= 1 && a->num_parts <= 65535,
                   "mla_plan: num_parts must be in [1, 65535], got " + std::to_string(a->num_parts));
-  RORQUAL_REQUIRE(a->split_blocks >= 0 && a->split_blocks % 2 == 0,
+  RORQUAL_REQUIRE(a->split_blocks >= 0 && (a->split_blocks % 2 == 0 || a->group_splits > 1),
                   "mla_plan: split_blocks must be even and >= 0, got " + std::to_string(a->split_blocks));
+  RORQUAL_REQUIRE(a->group_splits >= 1 && (a->split_blocks > 0 || a->group_splits == 1),
+                  "mla_plan: group_splits must be >= 1, and 1 without split_blocks, got " +
+                      std::to_string(a->group_splits));
   RORQUAL_REQUIRE(a->overhead_blocks >= 0 && a->min_units >= 0 && a->split_capacity >= 0,
                   "mla_plan: overhead_blocks, min_units and split_capacity must be >= 0");
   if (a->batch == 0) return 0;
@@ -35,7 +38,8 @@ extern "C" int rorqual_mla_plan(const RorqualMlaPlan* a, void* stream) {
                                  a->split_blocks,
                                  a->min_units,
                                  a->overhead_blocks,
-                                 a->split_capacity};
+                                 a->split_capacity,
+                                 a->group_splits};
   return rorqual::from_cuda(rorqual::launch_mla_plan(p, static_cast<cudaStream_t>(stream)), "mla_plan");
 }
 
@@ -53,8 +57,11 @@ extern "C" int rorqual_mla_decode(const RorqualMlaDecode* a, void* stream) {
                   "mla_decode: num_parts must be in [1, 65535], got " + std::to_string(a->num_parts));
   RORQUAL_REQUIRE(a->softmax_scale > 0.f,
                   "mla_decode: softmax_scale must be > 0, got " + std::to_string(a->softmax_scale));
-  RORQUAL_REQUIRE(a->split_blocks >= 0 && a->split_blocks % 2 == 0,
+  RORQUAL_REQUIRE(a->split_blocks >= 0 && (a->split_blocks % 2 == 0 || a->group_splits > 1),
                   "mla_decode: split_blocks must be even and >= 0, got " + std::to_string(a->split_blocks));
+  RORQUAL_REQUIRE(a->group_splits == 1 || (a->group_splits > 1 && a->split_blocks > 0 && a->kernel == 0),
+                  "mla_decode: group_splits must be 1, or more with split_blocks and kernel 0, got " +
+                      std::to_string(a->group_splits));
   if (a->batch == 0) return 0;
   RORQUAL_REQUIRE(a->q_latent && a->q_pe && a->cache && a->out && a->block_tables && a->kv_lens && a->q_starts &&
                       a->plan && a->partial_out && a->partial_lse,
@@ -111,6 +118,8 @@ extern "C" int rorqual_mla_decode(const RorqualMlaDecode* a, void* stream) {
   p.num_tiles = (a->num_heads * a->max_q_len + p.partial_tile_rows - 1) / p.partial_tile_rows;
   p.split_blocks = a->split_blocks;
   p.split_capacity = a->split_capacity;
+  p.group_splits = a->group_splits;
+  p.partial_sum = p.partial_lse + int64_t{a->split_capacity} * p.num_tiles * p.partial_tile_rows;
   p.scale_log2 = a->softmax_scale * rorqual::kLog2E;
   return rorqual::from_cuda(rorqual::launch_mla_decode(kernel, p, static_cast<cudaStream_t>(stream)), "mla_decode");
 }

@@ -25,8 +25,8 @@ class RmsNormArgs(ctypes.Structure):
 
 class MlaStoreArgs(ctypes.Structure):
     _fields_: ClassVar = _fields(
-        ptr="cache latent_out q_pe c_kv k_pe norm_weight cos_sin positions slot_mapping ahead",
-        i64="cache_block_stride c_kv_stride k_pe_stride q_pe_token_stride q_pe_head_stride ahead_bytes",
+        ptr="cache latent_out q_pe c_kv k_pe norm_weight cos_sin positions slot_mapping",
+        i64="cache_block_stride c_kv_stride k_pe_stride q_pe_token_stride q_pe_head_stride",
         i32="num_tokens num_heads",
         f32="eps",
     )
@@ -35,7 +35,7 @@ class MlaStoreArgs(ctypes.Structure):
 class MlaPlanArgs(ctypes.Structure):
     _fields_: ClassVar = _fields(
         ptr="plan kv_lens q_starts",
-        i32="batch num_parts split_blocks min_units overhead_blocks split_capacity",
+        i32="batch num_parts split_blocks min_units overhead_blocks split_capacity group_splits",
     )
 
 
@@ -44,7 +44,7 @@ class MlaDecodeArgs(ctypes.Structure):
         ptr="q_latent q_pe cache out lse block_tables kv_lens q_starts plan partial_out partial_lse",
         i64="q_latent_token_stride q_latent_head_stride q_pe_token_stride q_pe_head_stride "
         "out_token_stride out_head_stride block_table_stride cache_block_stride num_blocks",
-        i32="batch num_heads max_q_len num_parts split_blocks split_capacity kernel",
+        i32="batch num_heads max_q_len num_parts split_blocks split_capacity kernel group_splits",
         f32="softmax_scale",
     )
 
@@ -143,7 +143,7 @@ class LinearArgs(ctypes.Structure):
     _fields_: ClassVar = _fields(
         ptr="out x weight bias residual",
         i64="out_token_stride out_batch_stride x_token_stride x_batch_stride residual_stride",
-        i32="num_tokens out_features in_features batch out_float32 silu_mul tile_rows tile_tokens split",
+        i32="num_tokens out_features in_features batch out_float32 silu_mul tile_rows tile_tokens split parts",
     )
 
 

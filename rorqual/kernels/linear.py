@@ -22,6 +22,8 @@ from .loader import KernelLibrary, current_stream, load
 BF16 = torch.bfloat16
 GATE_ROWS = 8  # of the gate, then of what it gates, and so on: how pack_gate_up lays them
 MAX_ROWS_TOKENS = 16  # of the kernel that takes whole rows of the weight
+DEPTH = 64  # of a block: what a part of in_features is made of
+DETERMINISTIC_PARTS = 8  # of in_features, where a weight has too few rows to keep the device busy with whole sums
 # Beyond so many tokens cuBLAS is faster, where the choice is free.
 MAX_TOKENS, SMALL_OUT_FEATURES, MAX_TOKENS_SMALL = 32, 512, 256
 
@@ -32,7 +34,8 @@ class Tiling:
 
     tile_tokens: int
     tile_rows: int  # under 64: the kernel for at most 16 tokens, which takes whole rows; 0: as many as it chooses
-    split: int = 1  # parts of in_features
+    split: int = 1  # how many share a tile's in_features
+    parts: int = 0  # of in_features, each a sum, added in order; 0: as many as share a tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +53,22 @@ def choose_tiling(
     num_tokens: int, out_features: int, in_features: int, batch: int = 1, *, deterministic: bool = False
 ) -> Tiling:
     """The tiling of a product; with `deterministic`, one that adds each output in the same order at any num_tokens."""
-    if not deterministic and num_tokens <= MAX_ROWS_TOKENS and in_features % 64 == 0 and in_features >= 256:
+    if deterministic:
+        return _deterministic_tiling(num_tokens, out_features, in_features, batch)
+    if num_tokens <= MAX_ROWS_TOKENS and in_features % 64 == 0 and in_features >= 256:
         large = out_features * in_features >= 32 << 20  # every SM has several tiles
         deep = in_features > 4096 and num_tokens > 8  # x does not stay in registers
         if not large and not deep:
             return Tiling(num_tokens, 0)
     small = out_features <= SMALL_OUT_FEATURES
-    if num_tokens <= 64 or (small and num_tokens <= (512 if in_features >= 256 else 128) and not deterministic):
+    if num_tokens <= 64 or (small and num_tokens <= (512 if in_features >= 256 else 128)):
         # Few rows of the weight: more, smaller tiles of tokens.
-        per_tile = num_tokens if deterministic or not small else num_tokens // (4 if batch == 1 else 2)
+        per_tile = num_tokens if not small else num_tokens // (4 if batch == 1 else 2)
         tile_tokens = 16 if per_tile <= 16 else 32 if per_tile <= 32 else 64
         tile_rows = 64
     else:
         tile_tokens = 128 if num_tokens < 512 or (small and in_features >= 256) else 256
         tile_rows = 128
-    if deterministic:
-        return Tiling(tile_tokens, tile_rows)
     # Parts of the depth, so that about one CTA an SM is at work.
     tiles = max(1, -(-out_features // tile_rows) * -(-num_tokens // tile_tokens) * batch)
     split = max(1, min(8, 132 // tiles, in_features // 512))
@@ -73,6 +76,29 @@ def choose_tiling(
     while (split - 1) * -(-blocks // split) >= blocks:
         split -= 1
     return Tiling(tile_tokens, tile_rows, split)
+
+
+def deterministic_parts(out_features: int, in_features: int, batch: int = 1) -> int:
+    """In how many parts the sums of a weight are made, whatever num_tokens: by the weight's shape alone."""
+    few_rows = batch * -(-out_features // 64) < 64
+    return DETERMINISTIC_PARTS if few_rows and in_features % DEPTH == 0 and in_features >= 8 * DEPTH else 1
+
+
+def _deterministic_tiling(num_tokens: int, out_features: int, in_features: int, batch: int) -> Tiling:
+    parts = deterministic_parts(out_features, in_features, batch)
+    if parts == 1:
+        small = out_features <= SMALL_OUT_FEATURES
+        if num_tokens <= 64 or (small and num_tokens <= 256):
+            return Tiling(next((n for n in (16, 32) if num_tokens <= n), 64), 64)
+        return Tiling(128 if num_tokens < 512 or (small and in_features >= 256) else 256, 128)
+    if num_tokens <= MAX_ROWS_TOKENS and (in_features <= 4096 or num_tokens <= 8):
+        return Tiling(num_tokens, 0, parts=parts)
+    if batch * -(-out_features // 128) * -(-num_tokens // 192) >= 96:  # whole tiles of the largest fill the device
+        return Tiling(192, 128, parts=parts)
+    tile_tokens = 32 if num_tokens <= 32 else 64
+    tiles = batch * -(-out_features // 64) * -(-num_tokens // tile_tokens)
+    split = next(split for split in (8, 4, 2, 1) if split == 1 or split * tiles <= 132)
+    return Tiling(tile_tokens, 64, split, parts)
 
 
 def _launch(
@@ -108,6 +134,7 @@ def _launch(
         tile_tokens=tiling.tile_tokens,
         tile_rows=tiling.tile_rows,
         split=tiling.split,
+        parts=tiling.parts,
     )
     library.call("rorqual_linear", args, current_stream(x.device))
 

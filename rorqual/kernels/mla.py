@@ -23,8 +23,11 @@ NARROW_16, NARROW_32, WIDE = range(3)
 OVERHEAD_BLOCKS = 4
 # The least blocks a part has, by kernel: more parts make the attention shorter and the combination longer.
 MIN_UNITS = (1, 1, 2)
-# Blocks a split of a deterministic run holds, by default: 1,024 tokens.
+# Blocks of a split of a deterministic run, by default, where splits have no groups: 1,024 tokens.
 DETERMINISTIC_SPLIT_BLOCKS = 16
+# Blocks of a split, and splits of a group, where they have: 128 and 1,024 tokens.
+SINGLE_SPLIT_BLOCKS, GROUP_SPLITS = 2, 8
+MAX_SINGLE_GROUPS = 128  # with more groups in a step than this, none is computed a split at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +35,8 @@ class DecodeWorkspace:
     """Device memory and choices that every layer of every step shares; made once for a largest batch.
 
     With `split_blocks` > 0 a sequence is cut every so many blocks whatever the rest of the batch, and the kernel is
-    chosen by the number of heads alone, so that a row's bits depend on its own sequence only. With 0 the cuts
-    follow the load.
+    chosen by the number of heads alone, so that a row's bits depend on its own sequence only. Every `group_splits`
+    splits are joined in order before anything else; who does this follows the load. With 0 the cuts follow the load.
     """
 
     max_batch: int
@@ -45,9 +48,10 @@ class DecodeWorkspace:
     min_units: int
     overhead_blocks: int
     split_capacity: int
+    group_splits: int
     plan: torch.Tensor  # int32
     partial_out: torch.Tensor  # float32 [split_capacity, rows, 512]
-    partial_lse: torch.Tensor  # float32 [split_capacity, rows]
+    partial_lse: torch.Tensor  # float32 [split_capacity, rows]; with groups [2, split_capacity, rows]: and sums
 
     @property
     def num_bytes(self) -> int:
@@ -69,6 +73,7 @@ def make_workspace(
     deterministic: bool = False,
     max_kv_len: int | None = None,
     split_blocks: int | None = None,
+    group_splits: int | None = None,
     kernel: int | None = None,
     num_parts: int | None = None,
     min_units: int | None = None,
@@ -76,9 +81,10 @@ def make_workspace(
 ) -> DecodeWorkspace:
     """Allocate a workspace on `device`.
 
-    `max_kv_len` (tokens) is needed with `deterministic`: the workspace then holds every split of max_batch
-    sequences of that length. `split_blocks` (even) defaults to 16, `num_parts` to the number of CTAs of a tile that
-    the device holds at once; `kernel`,
+    `max_kv_len` (tokens) is needed with `deterministic`: the workspace then holds every group of splits of max_batch
+    sequences of that length, and the splits of up to 128 groups. `split_blocks` (even, where a group is one split) and
+    `group_splits` default to 2 and 8 for tiles of 16 rows, else to 16 and 1; `num_parts` to the number of CTAs of a tile
+    that the device holds at once; `kernel`,
     `min_units` (least blocks a part) and `overhead_blocks` are for benchmarks.
     """
     for name, value, largest in (
@@ -98,15 +104,23 @@ def make_workspace(
     if deterministic:
         if max_kv_len is None or max_kv_len < 1:
             raise ValueError(f"max_kv_len must be >= 1 with deterministic, got {max_kv_len}")
+        has_groups = kernel == NARROW_16 and (split_blocks is None if group_splits is None else group_splits > 1)
         if split_blocks is None:
-            split_blocks = DETERMINISTIC_SPLIT_BLOCKS
-        if split_blocks < 2 or split_blocks % 2:
+            split_blocks = SINGLE_SPLIT_BLOCKS if has_groups else DETERMINISTIC_SPLIT_BLOCKS
+        if group_splits is None:
+            group_splits = GROUP_SPLITS if has_groups else 1
+        if group_splits < 1 or (group_splits > 1 and not has_groups):
+            raise ValueError(
+                f"group_splits must be 1, or more with tiles of {TILE_ROWS[NARROW_16]} rows, got {group_splits}"
+            )
+        if split_blocks < 1 or (split_blocks % 2 and not has_groups):
             raise ValueError(f"split_blocks must be even and >= 2, got {split_blocks}")
-        split_capacity = max_batch * -(-max_kv_len // (split_blocks * BLOCK_SIZE))
+        max_groups = max_batch * -(-max_kv_len // (split_blocks * group_splits * BLOCK_SIZE))
+        split_capacity = max(max_groups, min(max_groups, MAX_SINGLE_GROUPS) * group_splits)
     else:
-        if split_blocks:
-            raise ValueError("split_blocks belongs to deterministic runs")
-        split_blocks = 0
+        if split_blocks or group_splits:
+            raise ValueError("split_blocks and group_splits belong to deterministic runs")
+        split_blocks, group_splits, has_groups = 0, 1, False
         split_capacity = max_batch + num_parts  # every boundary between parts cuts at most one sequence
     rows = num_tiles * tile
     plan_words = 4 + 4 * num_parts + 8 * max_batch
@@ -120,9 +134,12 @@ def make_workspace(
         min_units=0 if deterministic else MIN_UNITS[kernel] if min_units is None else min_units,
         overhead_blocks=0 if deterministic else overhead_blocks,
         split_capacity=split_capacity,
+        group_splits=group_splits,
         plan=torch.zeros(plan_words, dtype=torch.int32, device=device),
         partial_out=torch.empty((split_capacity, rows, LATENT), dtype=torch.float32, device=device),
-        partial_lse=torch.empty((split_capacity, rows), dtype=torch.float32, device=device),
+        partial_lse=torch.empty(
+            (2, split_capacity, rows) if has_groups else (split_capacity, rows), dtype=torch.float32, device=device
+        ),
     )
 
 
@@ -153,6 +170,7 @@ def plan_decode(
         min_units=workspace.min_units,
         overhead_blocks=workspace.overhead_blocks,
         split_capacity=workspace.split_capacity,
+        group_splits=workspace.group_splits,
     )
     library.call("rorqual_mla_plan", args, current_stream(device))
 
@@ -236,6 +254,7 @@ def mla_decode(
         split_blocks=workspace.split_blocks,
         split_capacity=workspace.split_capacity,
         kernel=workspace.kernel,
+        group_splits=workspace.group_splits,
         softmax_scale=softmax_scale,
     )
     library.call("rorqual_mla_decode", args, current_stream(device))

@@ -14,7 +14,8 @@ BF16, F32 = torch.bfloat16, torch.float32
 TOKENS = [0, 1, 2, 3, 5, 8, 9, 16, 17, 31, 64, 65, 127, 130, 256, 257]
 SHAPES = [(8, 8), (64, 2048), (3648, 2048), (104, 1096), (520, 72), (2048, 10944)]  # out_features, in_features
 ROWS = [Tiling(16, rows) for rows in (8, 16, 32)]
-TILES = [Tiling(tokens, 64) for tokens in (16, 32, 64)] + [Tiling(tokens, 128) for tokens in (64, 128, 256)]
+TILES = [Tiling(tokens, 64) for tokens in (16, 32, 64)] + [Tiling(tokens, 128) for tokens in (64, 128, 192, 256)]
+JOINING = {(32, 64), (64, 64), (192, 128)}  # one CTA may take several parts
 
 
 def randn(generator: torch.Generator, *shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -97,13 +98,50 @@ def test_every_tiling(device: torch.device, library: KernelLibrary, generator: t
         for shape in (
             ((136, 2048), (520, 64), (4352, 576), (72, 3584)) if few else ((136, 2048), (520, 72), (4352, 520))
         ):
-            for split in (1,) if few else (1, 2, 3, 8):
-                blocks = -(-shape[1] // 64)
-                if (split - 1) * -(-blocks // split) >= blocks:
+            for split in (1,) if few or tiling.tile_tokens == 192 else (1, 2, 3, 8):
+                if split > -(-shape[1] // 64):
                     continue
                 cut = Tiling(tiling.tile_tokens, tiling.tile_rows, split)
                 check_linear(generator, library, num_tokens, shape, tiling=cut, terms=True)
                 check_linear(generator, library, num_tokens, shape, tiling=cut, out_dtype=F32)
+
+
+@pytest.mark.parametrize("silu_mul", [False, True])
+@pytest.mark.parametrize("shape", [(144, 2048), (80, 2816), (4368, 512), (208, 10944)])
+def test_parts_give_the_same_bits_whoever_adds_them(
+    device: torch.device,
+    library: KernelLibrary,
+    generator: torch.Generator,
+    *,
+    shape: tuple[int, int],
+    silu_mul: bool,
+) -> None:
+    """Eight parts: in the warps of a CTA, in the CTAs of a cluster, in one CTA after the other, by either instruction."""
+    num_tokens = 200
+    # Of all sizes, so that another order would give other bits.
+    x = (randn(generator, num_tokens, shape[1]).float() * 2 ** torch.randint(
+        -6, 7, (num_tokens, shape[1]), device=device, generator=generator
+    )).to(BF16)  # fmt: skip
+    weight = randn(generator, *shape, scale=shape[1] ** -0.5)
+    torch.cuda.synchronize()
+
+    def of(rows: torch.Tensor, tiling: Tiling) -> torch.Tensor:
+        if silu_mul:
+            return products.linear_silu_mul(rows, weight, tiling=tiling, library=library)
+        return products.linear(rows, weight, out_dtype=F32, tiling=tiling, library=library)
+
+    whole = of(x, Tiling(64, 64, 1, 8))
+    if not silu_mul:
+        assert_product(whole, x.double() @ weight.double().T, x.double().abs() @ weight.double().T.abs())
+    for tile in TILES:
+        joins = (tile.tile_tokens, tile.tile_rows) in JOINING
+        for split in (1,) if tile.tile_tokens == 192 else (1, 2, 4, 8) if joins else (8,):
+            for num in (1, 33, num_tokens):
+                tiling = Tiling(tile.tile_tokens, tile.tile_rows, split, 8)
+                assert torch.equal(of(x[:num], tiling), whole[:num]), (tiling, num)
+    for rows in (16, 32) if silu_mul else (0, 8, 16, 32):
+        for num in (1, 2, 7, 8, 9, 16):
+            assert torch.equal(of(x[20 : 20 + num], Tiling(num, rows, 1, 8)), whole[20 : 20 + num]), (rows, num)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 16, 40, 200, 300])
@@ -307,5 +345,11 @@ def test_what_the_library_refuses(device: torch.device, library: KernelLibrary, 
         products.linear(x, weight, tiling=Tiling(96, 64), library=library)
     with pytest.raises(KernelCallError, match="leave no part without"):
         products.linear(x, weight, tiling=Tiling(32, 64, 2), library=library)
+    with pytest.raises(KernelCallError, match="tiles of 128 x 128 need as many parts as split, got 8 and 4"):
+        products.linear(
+            randn(generator, 17, 512), randn(generator, 64, 512), tiling=Tiling(128, 128, 4, 8), library=library
+        )
+    with pytest.raises(KernelCallError, match="takes no parts, or 8 of at least 512 in_features, got 8 of 64"):
+        products.linear(x[:4], weight, tiling=Tiling(4, 16, 1, 8), library=library)
     with pytest.raises(KernelCallError, match="multiples of 8"):
         products.linear(x[:, :60], weight[:, :60].contiguous(), library=library)

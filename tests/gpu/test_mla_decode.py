@@ -288,6 +288,86 @@ def test_deterministic_bits_depend_on_the_sequence_alone(
             assert torch.equal(step_lse[0], lse[seq * max_q_len + query])
 
 
+@pytest.mark.parametrize("num_heads", [4, 16])
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(("split_blocks", "group_splits"), [(1, 3), (2, 8), (3, 2)])
+@pytest.mark.parametrize("num_parts", [1, 3, 132])
+def test_groups_of_splits(
+    device: torch.device,
+    library: KernelLibrary,
+    num_parts: int,
+    split_blocks: int,
+    group_splits: int,
+    lengths: str,
+    num_heads: int,
+) -> None:
+    """Joined by the attention kernel where parts are few, by the combination where they are many."""
+    kv_lens = LENGTHS[lengths]
+    case = make_case(device, kv_lens, num_heads)
+    workspace = make_workspace(
+        device,
+        max_batch=len(kv_lens) + 3,
+        num_heads=num_heads,
+        deterministic=True,
+        max_kv_len=max(kv_lens),
+        split_blocks=split_blocks,
+        group_splits=group_splits,
+        num_parts=num_parts,
+    )
+    assert_matches(case.run(workspace, library), case.reference())
+
+
+@pytest.mark.parametrize("num_heads", [4, 16])
+@pytest.mark.parametrize("max_q_len", [1, 4])
+def test_who_joins_splits_does_not_show(
+    device: torch.device, library: KernelLibrary, max_q_len: int, num_heads: int
+) -> None:
+    """A sequence has the same bits split by split and group by group, alone and among others, in any batch size."""
+    lengths = [1, 63, 70, 127, 128, 129, 640, 1023, 1024, 1025, 1500, 2050, 5000, 9001]
+    options = {"num_heads": num_heads, "max_q_len": max_q_len, "deterministic": True, "max_kv_len": 9001}
+    case = make_case(device, [max(n, max_q_len) for n in lengths] * 10, num_heads, max_q_len)
+    first = len(lengths) * max_q_len
+    few, many = (
+        make_workspace(device, max_batch=len(lengths) * 10, num_parts=num_parts, **options) for num_parts in (1, 132)
+    )
+    out, lse = case.run(many, library)
+    assert int(many.plan[3]) == 16  # blocks of a split of this step: more groups than parts
+    for workspace in (few, many):
+        modes = set()
+        for seq in range(len(lengths)):
+            rows = slice(seq * max_q_len, (seq + 1) * max_q_len)
+            own_out, own_lse = case.only(seq).run(workspace, library)
+            modes.add(int(workspace.plan[3]))
+            assert torch.equal(own_out, out[rows]), (lengths[seq], modes)
+            assert torch.equal(own_lse, lse[rows]), (lengths[seq], modes)
+        assert 2 in modes if workspace is many else modes == {16}
+    together = dataclasses.replace(
+        case,
+        q_latent=case.q_latent[:first],
+        q_pe=case.q_pe[:first],
+        block_tables=case.block_tables[: len(lengths)],
+        kv_lens=case.kv_lens[: len(lengths)],
+        q_starts=case.q_starts[: len(lengths) + 1],
+    )
+    for workspace in (few, many):
+        some_out, some_lse = together.run(workspace, library)
+        assert torch.equal(some_out, out[:first])
+        assert torch.equal(some_lse, lse[:first])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_nan_is_seen(device: torch.device, library: KernelLibrary, deterministic: bool) -> None:
+    """A query that is NaN makes every split NaN, of which the combination must not make zeros."""
+    case = make_case(device, [700, 90], 16)
+    case.q_latent[0] = NAN
+    workspace = make_workspace(
+        device, max_batch=2, num_heads=16, deterministic=deterministic, max_kv_len=700 if deterministic else None
+    )
+    out, _ = case.run(workspace, library)
+    assert out[0].isnan().all()
+    assert not out[1].isnan().any()
+
+
 def test_too_small_a_workspace_gives_nan(device: torch.device, library: KernelLibrary) -> None:
     case = make_case(device, [1000, 60], 16)
     workspace = make_workspace(

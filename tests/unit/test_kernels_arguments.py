@@ -148,7 +148,11 @@ def test_rows_without_a_key_are_zero() -> None:
         ({"max_q_len": 9}, r"max_q_len must be in \[1, 8\], got 9"),
         ({"deterministic": True}, "max_kv_len must be >= 1"),
         ({"deterministic": True, "max_kv_len": 100, "split_blocks": 3}, "split_blocks must be even and >= 2, got 3"),
-        ({"split_blocks": 4}, "split_blocks belongs to deterministic runs"),
+        ({"split_blocks": 4}, "split_blocks and group_splits belong to deterministic runs"),
+        (
+            {"deterministic": True, "max_kv_len": 100, "num_heads": 32, "group_splits": 2},
+            "group_splits must be 1, or more with tiles of 16 rows, got 2",
+        ),
     ],
 )
 def test_make_workspace_refuses(options: dict[str, Any], message: str) -> None:
@@ -169,6 +173,19 @@ def test_a_deterministic_workspace_holds_every_split() -> None:
     assert workspace.split_capacity == 3 * 5
     assert workspace.partial_out.shape == (15, 32, 512)
     assert workspace.num_bytes == 15 * 32 * 513 * 4 + workspace.plan.numel() * 4
+
+
+def test_a_deterministic_workspace_holds_every_group_and_the_splits_of_some() -> None:
+    options = {"num_heads": 16, "deterministic": True}
+    few = make_workspace(CPU, max_batch=2, max_kv_len=1025, **options)
+    assert (few.split_blocks, few.group_splits, few.split_capacity) == (2, 8, 2 * 2 * 8)
+    assert few.partial_lse.shape == (2, 32, 16)
+    many = make_workspace(CPU, max_batch=300, max_kv_len=1024, **options)
+    assert many.split_capacity == 128 * 8
+    long = make_workspace(CPU, max_batch=2, max_kv_len=163_840, **options)
+    assert long.split_capacity == 128 * 8
+    wide = make_workspace(CPU, max_batch=1, max_kv_len=4096, num_heads=128, deterministic=True)
+    assert (wide.split_blocks, wide.group_splits) == (16, 1)
 
 
 def test_permute_puts_choices_in_expert_order() -> None:

@@ -86,16 +86,23 @@ def test_absorbed_products_are_the_expansion() -> None:
 @pytest.mark.parametrize("in_features", [8, 64, 72, 256, 2048, 7168, 10944, 18432])
 @pytest.mark.parametrize("out_features", [8, 64, 2048, 3648, 21888, 102400])
 def test_every_tiling_is_one_that_the_library_has(out_features: int, in_features: int) -> None:
-    tiles = {(16, 64), (32, 64), (64, 64), (64, 128), (128, 128), (256, 128)}
+    tiles = {(16, 64), (32, 64), (64, 64), (64, 128), (128, 128), (192, 128), (256, 128)}
+    joins = {(32, 64), (64, 64), (192, 128)}
     for num_tokens in (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 4096, 16384):
         for deterministic in (False, True):
             tiling = products.choose_tiling(num_tokens, out_features, in_features, deterministic=deterministic)
+            parts = tiling.parts or tiling.split
+            if deterministic:
+                assert parts == products.deterministic_parts(out_features, in_features)
             if tiling.tile_rows < 64:
                 assert num_tokens <= 16
-                assert not deterministic  # the kernel of few rows adds in another order
+                assert in_features % 64 == 0
+                assert not deterministic or (parts == 8 and in_features >= 512)
                 continue
             assert (tiling.tile_tokens, tiling.tile_rows) in tiles
             blocks = -(-in_features // 64)
             assert 1 <= tiling.split <= 8
             assert (tiling.split - 1) * -(-blocks // tiling.split) < blocks
-            assert not deterministic or tiling.split == 1
+            assert parts % tiling.split == 0
+            assert parts <= min(8, blocks)
+            assert parts == tiling.split or (tiling.tile_tokens, tiling.tile_rows) in joins

@@ -11,7 +11,7 @@
 #define RORQUAL_ABI_H
 #include <stdint.h>
 
-#define RORQUAL_ABI_VERSION 3
+#define RORQUAL_ABI_VERSION 2
 #define RORQUAL_EINVAL (-1)
 
 #pragma GCC visibility push(default)
@@ -45,9 +45,7 @@ typedef struct {
   const void* cos_sin;      /* f32 [num_positions, 64]: 32 cosines, 32 sines */
   const void* positions;    /* i64 [num_tokens] */
   const void* slot_mapping; /* i64 [num_tokens]: block * 64 + offset; negative: padding, left alone altogether */
-  const void* ahead;        /* what a later kernel reads, to be brought into L2 meanwhile, or NULL */
   int64_t cache_block_stride, c_kv_stride, k_pe_stride, q_pe_token_stride, q_pe_head_stride;
-  int64_t ahead_bytes;      /* a multiple of 16; 0: nothing */
   int32_t num_tokens, num_heads;
   float eps;
 } RorqualMlaStore;
@@ -58,9 +56,10 @@ typedef struct {
   const void* kv_lens;  /* i32 [batch] */
   const void* q_starts; /* i32 [batch + 1] */
   int32_t batch, num_parts;
-  int32_t split_blocks; /* 0: even parts; otherwise splits of so many blocks, an even number */
+  int32_t split_blocks; /* 0: even parts; otherwise splits of so many blocks, an even number unless group_splits > 1 */
   int32_t min_units;    /* a part is at least so many blocks (or splits) */
   int32_t overhead_blocks, split_capacity;
+  int32_t group_splits; /* > 1: so many splits are joined in order before anything else, by whoever computes them */
 } RorqualMlaPlan;
 int64_t rorqual_mla_plan_words(int32_t num_parts, int32_t batch);
 int rorqual_mla_plan(const RorqualMlaPlan* args, void* stream);
@@ -79,10 +78,11 @@ typedef struct {
   const void* q_starts;     /* i32 [batch + 1]; each sequence has q_starts[s + 1] - q_starts[s] <= max_q_len tokens */
   const void* plan;
   void* partial_out;        /* f32 [split_capacity, num_tiles * tile rows, 512] */
-  void* partial_lse;        /* f32 [split_capacity, num_tiles * tile rows] */
+  void* partial_lse;        /* f32 [split_capacity, num_tiles * tile rows], twice with group_splits > 1 */
   int64_t q_latent_token_stride, q_latent_head_stride, q_pe_token_stride, q_pe_head_stride;
   int64_t out_token_stride, out_head_stride, block_table_stride, cache_block_stride, num_blocks;
   int32_t batch, num_heads, max_q_len, num_parts, split_blocks, split_capacity, kernel;
+  int32_t group_splits;     /* as planned; more than 1 only with kernel 0 */
   float softmax_scale;
 } RorqualMlaDecode;
 /* The plan, the block tables and the cache's blocks before this step's tokens may be read before the stream's previous
@@ -294,8 +294,11 @@ typedef struct {
   int32_t silu_mul;    /* 1: rows of the weight are 8 of the gate, 8 of the other, …; out is silu(gate) * other, half as wide */
   int32_t tile_rows;   /* of the weight. 8 (not with silu_mul), 16, 32 or 0 (chosen here): for at most 16 tokens, and
                           in_features in multiples of 64; 64 or 128: for any */
-  int32_t tile_tokens; /* with 64 rows 16, 32 or 64; with 128 rows 64, 128 or 256; else unused */
-  int32_t split;       /* tiles: parts of in_features, added in order, 1 to 8; one part: a row's bits depend on it alone */
+  int32_t tile_tokens; /* with 64 rows 16, 32 or 64; with 128 rows 64, 128, 192 or 256; else unused */
+  int32_t split;       /* tiles: how many share one's in_features, 1 to 8 */
+  int32_t parts;       /* of in_features, each a sum, added in order: a row's bits depend on it and on parts alone. 0: split.
+                          Tiles: a multiple of split, but for tiles of 64 rows and 128 x 192 no other one; at most 8 and
+                          ceil(in_features / 64). Else 0 (another order) or 8 */
 } RorqualLinear;
 int rorqual_linear(const RorqualLinear* args, void* stream);
 

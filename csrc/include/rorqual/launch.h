@@ -31,16 +31,14 @@ struct MlaStoreParams {
   const float* cos_sin;              // [num_positions, 64]: 32 cosines, then 32 sines
   const int64_t* positions;          // [num_tokens]
   const int64_t* slot_mapping;       // [num_tokens], -1 = padding: nothing of that token is read or written
-  const char* ahead;                 // [ahead_bytes], brought into L2 for a later kernel; or null
   int64_t cache_block_stride, c_kv_stride, k_pe_stride, q_pe_token_stride, q_pe_head_stride;
-  int64_t ahead_bytes;
   int num_tokens, num_heads;  // num_heads 0: no queries
   float eps;
 };
 cudaError_t launch_mla_store(const MlaStoreParams& p, cudaStream_t stream);
 
 // The plan of one decode step, shared by all layers: which part of which sequence each CTA takes. int32 words:
-//   [0, 4)              number of splits, splits over capacity (0 or 1), units a part, 0
+//   [0, 4)              number of splits, splits over capacity (0 or 1), units a part, blocks of a split (0: any)
 //   [4, 4 + 4 * parts)  a part's {first sequence, first block, last sequence, end block in it}
 //   then 8 * batch      a sequence's {first token, query tokens, length, blocks}, {first part that touches it, where its
 //                       splits start in the workspace, number of splits, 0}
@@ -53,6 +51,7 @@ struct MlaPlanParams {
   int min_units;        // at least so many units of work a part
   int overhead_blocks;  // what starting a sequence costs, in blocks
   int split_capacity;
+  int group_splits;     // > 1: the step's splits are groups of so many, or single ones where there are few groups
 };
 cudaError_t launch_mla_plan(const MlaPlanParams& p, cudaStream_t stream);
 
@@ -70,15 +69,18 @@ struct MlaDecodeParams {
   const int* plan;
   float* partial_out;  // [split_capacity, tiles * rows of a tile, 512]
   float* partial_lse;  // [split_capacity, tiles * rows of a tile], base-2 logarithm
+  float* partial_sum;  // the same; of splits that are not whole groups, whose partial_lse is the largest score,
+                       // the sum of the weights, and partial_out not yet divided by it
   int64_t q_latent_token_stride, q_latent_head_stride, q_pe_token_stride, q_pe_head_stride;
   int64_t out_token_stride, out_head_stride, block_table_stride;
   int batch, num_heads, max_q_len, num_parts, num_tiles, split_blocks, split_capacity;
+  int group_splits;       // > 1: splits are joined in order within groups of so many
   int partial_tile_rows;  // mla_tile_rows of the kernel
   float scale_log2;  // softmax scale * log2(e)
 };
 // The attention kernel of the choice, then the combination of split sequences.
 cudaError_t launch_mla_decode(MlaDecodeKernel kernel, const MlaDecodeParams& p, cudaStream_t stream);
-cudaError_t launch_mla_decode_narrow16(const MlaDecodeParams& p, cudaStream_t stream);
+cudaError_t launch_mla_decode_narrow16(const MlaDecodeParams& p, cudaStream_t stream);  // any group_splits
 cudaError_t launch_mla_decode_narrow32(const MlaDecodeParams& p, cudaStream_t stream);
 cudaError_t launch_mla_decode_wide(const MlaDecodeParams& p, cudaStream_t stream);
 
@@ -299,17 +301,20 @@ struct LinearParams {
 constexpr int kLinearTileDepth = 64;   // in_features of a line of a box
 constexpr int kLinearRowsBlocks = 8;  // lines of a row that a stage of the kernel of few tokens holds
 // At most 16 tokens, in_features a multiple of 64; tile_rows (of the weight) 8, 16 or 32, with silu_mul not 8. The
-// map: [batch, in_features / 64, out_features, 64], boxes of [1, min(8, in_features / 64), tile_rows, 64].
+// map: [batch, in_features / 64, out_features, 64], boxes of [1, min(8, in_features / 64), tile_rows, 64]. in_parts: added
+// as linear_tiles.cu adds eight parts.
 int choose_linear_rows(const LinearParams& p, int num_sms);
 cudaError_t launch_linear_rows(const LinearParams& p, const CUtensorMap& weight, int tile_rows, int num_sms,
-                               cudaStream_t stream);
+                               bool in_parts, cudaStream_t stream);
 struct LinearTileMaps {
   CUtensorMap weight, x;
 };
-// tile_rows x tile_tokens: 64 x 16, 32, 64; 128 x 64, 128, 256. split: CTAs that share a tile, each a part of in_features.
+// tile_rows x tile_tokens: 64 x 16, 32, 64; 128 x 64, 128, 192, 256. parts: of in_features; split: CTAs that share a tile,
+// each with parts / split parts, which are more than one only where the tile joins them.
 bool linear_tile_exists(int tile_rows, int tile_tokens);
+bool linear_tile_joins(int tile_rows, int tile_tokens);
 cudaError_t launch_linear_tiles(const LinearParams& p, const LinearTileMaps& maps, int tile_rows, int tile_tokens,
-                                int split, cudaStream_t stream);
+                                int split, int parts, cudaStream_t stream);
 
 
 }  // namespace rorqual

@@ -25,6 +25,8 @@ struct Mla {
 };
 
 inline constexpr int kMaxPlanBatch = 8192;
+// So many groups of splits, or fewer, may be computed a split at a time (and no more than there are parts).
+inline constexpr int kMaxSingleGroups = 128;
 
 // Word offsets into the plan, after its four words of header.
 __host__ __device__ constexpr int plan_seqs(int num_parts) { return 4 + 4 * num_parts; }
@@ -66,17 +68,20 @@ class SegmentWalk {
     begin_ = range.y;
     last_seq_ = range.z;
     last_end_ = range.w;
+    split_blocks_ = p.group_splits > 1 ? __ldcg(p.plan + 3) : p.split_blocks;
     if (seq_ < p_.batch) seq_plan_ = SeqPlan::load(p_.plan, p_.num_parts, seq_);
   }
+  // Blocks of one of this step's splits; 0: any number.
+  __device__ __forceinline__ int split_blocks() const { return split_blocks_; }
 
   __device__ __forceinline__ bool next(Segment& s) {
     while (seq_ <= last_seq_ && seq_ < p_.batch) {
       const int end = seq_ == last_seq_ ? min(last_end_, seq_plan_.num_blocks) : seq_plan_.num_blocks;
       if (begin_ < end && tile_row_ < seq_plan_.q_len * p_.num_heads) {
-        const int split = p_.split_blocks > 0 ? begin_ / p_.split_blocks : part_ - seq_plan_.first_part;
+        const int split = split_blocks_ > 0 ? begin_ / split_blocks_ : part_ - seq_plan_.first_part;
         s.seq = seq_;
         s.begin = begin_;
-        s.end = p_.split_blocks > 0 ? min(end, (begin_ / p_.split_blocks + 1) * p_.split_blocks) : end;
+        s.end = split_blocks_ > 0 ? min(end, (split + 1) * split_blocks_) : end;
         s.kv_len = seq_plan_.kv_len;
         s.q_start = seq_plan_.q_start;
         s.q_len = seq_plan_.q_len;
@@ -95,8 +100,27 @@ class SegmentWalk {
  private:
   const MlaDecodeParams& p_;
   SeqPlan seq_plan_;
-  int tile_row_, part_, seq_, begin_, last_seq_, last_end_;
+  int tile_row_, part_, seq_, begin_, last_seq_, last_end_, split_blocks_;
 };
+
+// Splits of a group are joined one after the other: what came before has the largest score `max`, the sum of weights
+// and the sums of values relative to it, and so has the next split. Who joins them, the attention kernel or the
+// combination, must not show in the bits, so nothing here is left to the compiler to contract.
+struct SplitJoin {
+  float max, old_weight, new_weight;
+  __device__ __forceinline__ SplitJoin(float old_max, float next_max, float scale_log2) : max(fmaxf(old_max, next_max)) {
+    const float base = max == neg_inf() ? 0.f : max;  // no -inf is subtracted from itself
+    old_weight = exp2_approx(__fmul_rn(__fsub_rn(old_max, base), scale_log2));
+    new_weight = exp2_approx(__fmul_rn(__fsub_rn(next_max, base), scale_log2));
+  }
+  __device__ __forceinline__ float operator()(float old_sum, float next_sum) const {
+    return __fmaf_rn(next_sum, new_weight, __fmul_rn(old_sum, old_weight));
+  }
+};
+__device__ __forceinline__ float lse_of(float max, float sum, float scale_log2) {
+  return sum == 0.f ? neg_inf() : __fmaf_rn(max, scale_log2, log2f(sum));
+}
+__device__ __forceinline__ float inverse_of(float sum) { return sum > 0.f ? __fdiv_rn(1.f, sum) : sum; }  // keeps a NaN
 
 // The block ids of a segment, in order: lane l of a warp reads every 32nd, one round ahead of their use.
 class BlockIds {
