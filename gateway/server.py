@@ -29,6 +29,7 @@ KEEP_ALIVE_S = 90
 """Above the idle time after which load tools and proxies close a connection themselves."""
 
 MAX_HEADER_BYTES = 64 * 1024
+HEAD_TIMEOUT_S = 60.0
 SHUTDOWN_GRACE_S = 30.0
 BACKLOG = 2048
 
@@ -47,10 +48,38 @@ class JsonErrorProtocol(HttpToolsProtocol):
     _head_bytes = 0  # of a request whose head has not ended
     _num_heads = 0
     _in_head = True
+    _head_timer: asyncio.TimerHandle | None = None
     _too_long = f"the request's head is longer than {MAX_HEADER_BYTES} bytes"
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget_timer()
+        super().connection_lost(exc)
+
+    def _expect_head(self) -> None:
+        """A connection on which no head comes to an end holds a descriptor for nothing."""
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
+
+    def _forget_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if self._head_bytes:
+            self._refuse(408, "Request Timeout", "timeout_error", f"the request's head took over {HEAD_TIMEOUT_S:g} s")
+        else:
+            self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         num_heads, all_head = self._num_heads, self._in_head
+        if all_head:
+            self._expect_head()
         super().data_received(data)
         if not all_head or self._num_heads != num_heads:  # of a body, at least in part
             self._head_bytes = 0
@@ -62,6 +91,7 @@ class JsonErrorProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._num_heads += 1
+        self._forget_timer()
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
             self.send_400_response(self._too_long)
             raise ValueError(self._too_long)  # which ends the parser's work on the connection
@@ -72,11 +102,14 @@ class JsonErrorProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "Bad Request", "invalid_request_error", msg)
+
+    def _refuse(self, status: int, phrase: str, kind: str, msg: str) -> None:
         if self.transport.is_closing():
             return
-        body = Failure(400, msg, "invalid_request_error", code="invalid_http").body()
+        body = Failure(status, msg, kind, code="invalid_http" if status == 400 else "deadline_exceeded").body()
         head = (
-            "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+            f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode("ascii") + body)

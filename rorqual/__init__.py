@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
+
+# gRPC reads this when it is loaded, so it stands where every process passes first. Its older way of waiting for sockets wakes
+# fewer threads a message: between two processes of an H200's machine a round trip of a stream took 406 us instead of 716
+# where both had been idle for 10 ms, and 97 instead of 215 where not (gRPC 1.85; each hop is in the time to the first token).
+os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener,-event_engine_callback_cq")
 
 __version__ = "0.1.0"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from array import array
@@ -174,29 +175,44 @@ def response_from_event(event: StreamEvent) -> generation_pb2.GenerateResponse |
     return response
 
 
+@functools.lru_cache(maxsize=1 << 15)
+def _delta_head(stream_id: int, num_bytes: int) -> bytes:
+    """A frame's bytes of one delta with that many bytes of token ids, up to these: they come last."""
+    event = generation_pb2.GenerationEvent(stream_id=stream_id)
+    event.delta.token_ids = bytes(num_bytes)
+    return generation_pb2.GenerationServiceSessionResponse(events=[event]).SerializeToString()[:-num_bytes]
+
+
 def fill_frame(
     frame: generation_pb2.GenerationServiceSessionResponse, events: Iterable[tuple[int, StreamEvent]]
 ) -> None:
     """Append events to a session's frame, each under the session's own stream id.
 
-    One entry a sequence and step: setting fields one by one takes half the time of keyword arguments.
+    There is one a sequence and step. To set an entry's fields takes 1.2 us, to put its bytes together and have all of
+    them parsed at once 0.4; what is not tokens alone comes once in a request, and is filled in.
     """
-    add = frame.events.add
+    parts: list[bytes | bytearray] = []
     for stream_id, event in events:
-        out = add()
-        out.stream_id = stream_id
         if isinstance(event, StreamTokens):
             _, token_ids, logprobs, prompt_logprobs = event
-            if logprobs is None and prompt_logprobs is None:
-                out.delta.token_ids = token_ids if type(token_ids) is bytes else bytes(token_ids)
-            else:
-                fill_delta(out.delta, event)
-        elif isinstance(event, StreamStarted):
-            fill_started(out.started, event)
-        elif isinstance(event, StreamFinished):
-            fill_finished(out.finished, event)
-        elif isinstance(event, StreamFailed):
-            out.error.CopyFrom(to_error_proto(event.error))
+            if token_ids and logprobs is None and prompt_logprobs is None:
+                parts += (_delta_head(stream_id, len(token_ids)), token_ids)
+                continue
+        single = generation_pb2.GenerationServiceSessionResponse()
+        _fill_event(single.events.add(stream_id=stream_id), event)
+        parts.append(single.SerializeToString())
+    frame.MergeFromString(b"".join(parts))
+
+
+def _fill_event(out: generation_pb2.GenerationEvent, event: StreamEvent) -> None:
+    if isinstance(event, StreamTokens):
+        fill_delta(out.delta, event)
+    elif isinstance(event, StreamStarted):
+        fill_started(out.started, event)
+    elif isinstance(event, StreamFinished):
+        fill_finished(out.finished, event)
+    elif isinstance(event, StreamFailed):
+        out.error.CopyFrom(to_error_proto(event.error))
 
 
 # -- the executor link --------------------------------------------------------------------------------

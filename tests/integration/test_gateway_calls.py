@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,9 +13,14 @@ import anthropic
 import openai
 import pytest
 
+from gateway.upstream.stream import TextStream
+from rorqual.core.config import TokenizerConfig
+from rorqual.core.errors import UnavailableError
 from rorqual.core.token_ids import unpack_token_ids
+from rorqual.rpc.channel import open_channel
+from services.tokenizer.app import TokenizerApp
 from tests.support.running_gateway import running_gateway
-from tests.support.text_service import EOS, Stack, serving, steps
+from tests.support.text_service import EOS, Stack, serving, steps, wait_for_health
 from tests.support.vocabularies import TINY_FOLDER, tiny
 from tests.unit.test_formats_calls import block
 
@@ -213,3 +219,134 @@ async def test_a_demanded_call() -> None:
         (item,) = response.output
         assert item.type == "function_call"
         assert json.loads(item.arguments) == CITY
+
+
+CALLS = [{"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}]
+DIALECTS: dict[str, dict[str, Any]] = {
+    "chat/completions": {
+        "messages": HI,
+        "tools": CALLS,
+        "reasoning_effort": "high",
+        "stream_options": {"include_usage": True},
+        "logprobs": True,
+        "return_token_ids": True,
+    },
+    "completions": {
+        "prompt": "x",
+        "max_tokens": 500,
+        "stream_options": {"include_usage": True},
+        "stop": ["never said"],
+    },
+    "responses": {
+        "input": HI,
+        "tools": [{"type": "function", "name": "get_weather", "parameters": SCHEMA}],
+        "reasoning": {"effort": "high"},
+    },
+    "messages": {
+        "messages": HI,
+        "max_tokens": 500,
+        "tools": [{"name": "get_weather", "input_schema": SCHEMA}],
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+    },
+}
+TEXT_KEYS = ("content", "reasoning_content", "reasoning", "arguments", "text", "delta", "partial_json", "thinking")
+DRAWN_KEYS = ("id", "item_id", "call_id", "tool_use_id", "created", "created_at", "completed_at", "sequence_number")
+
+
+def joined(body: str) -> list[Any]:
+    """The events without what is drawn for each request; neighbours that differ in their text alone are one."""
+    out: list[tuple[Any, dict[str, Any]]] = []
+    for line in body.splitlines():
+        if line.startswith("data: {"):
+            texts: dict[str, Any] = {}
+            frame = _without_text(json.loads(line.removeprefix("data: ")), "", texts)
+            if out and out[-1][0] == frame and out[-1][1].keys() == texts.keys():
+                for place, text in texts.items():
+                    out[-1][1][place] += text
+            else:
+                out.append((frame, texts))
+    return out
+
+
+def _without_text(value: Any, here: str, texts: dict[str, Any]) -> Any:
+    if isinstance(value, list):
+        return [_without_text(item, f"{here}[{index}]", texts) for index, item in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    frame = {}
+    for key, item in value.items():
+        if key in DRAWN_KEYS:
+            continue
+        is_text = key in TEXT_KEYS and isinstance(item, str)
+        if is_text or (key in ("token_ids", "content") and isinstance(item, list) and "choices" in here):
+            texts[f"{here}.{key}"] = item
+            frame[key] = None
+        else:
+            frame[key] = _without_text(item, f"{here}.{key}", texts)
+    return frame
+
+
+@asynccontextmanager
+async def serve_beside(stack: Stack, format_name: str) -> AsyncIterator[int]:
+    """Another replica before the same scheduler; its port."""
+    app = TokenizerApp(
+        TokenizerConfig(
+            listen="127.0.0.1:0",
+            scheduler=f"127.0.0.1:{stack.scheduler_port}",
+            model=str(TINY_FOLDER),
+            chat_format=format_name,
+        )
+    )
+    port = await app.start()
+    try:
+        async with open_channel(f"127.0.0.1:{port}") as channel:
+            await wait_for_health(channel, serving=True)
+        yield port
+    finally:
+        await app.stop(0)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_stream_cut_at_every_token_joins_without_a_seam(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each cut goes on at another replica; the client's events are those of no cut, whatever its dialect."""
+    streams: list[TextStream] = []
+    start = TextStream.start
+
+    async def begin(self: TextStream) -> None:
+        streams.append(self)
+        await start(self)
+
+    monkeypatch.setattr(TextStream, "start", begin)
+    ids = [*tiny().encode("Hm 😀</think>On it." + block("deepseek-v3.1", [("get_weather", CITY)])), EOS]
+    async with (
+        serving(lambda request: steps(ids), model=TINY_FOLDER, chat_format="deepseek-v3.1") as stack,
+        serve_beside(stack, "deepseek-v3.1") as port,
+        running_gateway(f"127.0.0.1:{stack.port}", f"127.0.0.1:{port}") as http,
+    ):
+        async with asyncio.timeout(20):
+            while not all(replica.usable for replica in http.gateway.replicas.replicas):
+                await asyncio.sleep(0.01)
+
+        async def ask() -> list[Any]:
+            body = {"seed": 3, **DIALECTS[dialect], "stream": True}
+            response = await http.client.post(f"/v1/{dialect}", json=body)
+            assert response.status_code == 200, response.text
+            return joined(response.text)
+
+        whole = await ask()
+        assert len(whole) >= 3
+        for k in range(len(ids)):
+            await stack.scheduler.pause(after_steps=k)
+            asking = asyncio.create_task(ask())
+            async with asyncio.timeout(20):
+                while len(streams) != k + 2 or streams[-1].ledger.num_tokens < k or not stack.scheduler.running:
+                    await asyncio.sleep(0.001)
+            (stream,) = streams[-1:]
+            link = stream._link
+            assert link is not None
+            link.cancel(stream._stream_id)
+            stream.on_lost(UnavailableError("cut"))
+            await stack.scheduler.go_on()
+            assert await asking == whole, k
+            assert stream.attempt == 1
+    assert len({request.attempt for request in stack.scheduler.seen.opened}) == 2

@@ -141,6 +141,28 @@ async def test_a_head_without_end_is_refused_however_it_trickles_in(http: Runnin
     writer.close()
 
 
+async def test_a_head_that_does_not_come_is_a_408(http: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a connection that was used before; one that says nothing at all is closed."""
+    monkeypatch.setattr("gateway.server.HEAD_TIMEOUT_S", 0.3)
+    whole = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
+    for before in (b"", whole):
+        reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+        writer.write(before)
+        if before:
+            await asyncio.wait_for(reader.readuntil(b'"ok"}'), 5)
+            await asyncio.sleep(0.6)  # idle between two requests is no late head
+        writer.write(b"GET /health/live HTT")
+        answer = await asyncio.wait_for(reader.read(), 5)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "timeout_error"
+        writer.close()
+    reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+    assert await asyncio.wait_for(reader.read(), 5) == b""
+    writer.close()
+    monkeypatch.undo()
+    assert (await http.client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+
+
 async def test_heads_of_one_connection_are_counted_one_by_one(http: RunningGateway) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
     for _ in range(3):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -128,3 +131,11 @@ async def test_a_million_token_prompt_passes_both_ways(channel: grpc.aio.Channel
 async def test_a_taken_port_is_named_with_its_cure(server: RpcServer) -> None:
     with pytest.raises(ConfigError, match=f"127.0.0.1:{server.port}.*taken.*--listen"):
         await start(f"127.0.0.1:{server.port}")
+
+
+def test_this_grpc_knows_the_experiments_that_are_switched_off() -> None:
+    """One that it does not know any more is logged at its first use, and the setting should go."""
+    code = "import rorqual, grpc; grpc.insecure_channel('127.0.0.1:1').close()"
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert "experiment" not in done.stderr
