@@ -31,6 +31,7 @@ from rorqual.rpc.channel import open_channel
 from rorqual.telemetry import Telemetry
 from rorqual.v1 import common_pb2, executor_pb2, generation_pb2, generation_pb2_grpc
 from services.scheduler.server import SchedulerServer
+from tests.support.executor_fakes import FakeScheduler, admit, drop, extend, label, prefill
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 8192
@@ -70,20 +71,23 @@ class Executors:
     """Executor processes that dial one scheduler."""
 
     def __init__(self, address: str, folder: Path) -> None:
+        """`folder`: takes a config.json, which is all that is read of a model."""
+        (folder / "config.json").write_text(json.dumps({"vocab_size": VOCAB, "max_position_embeddings": 2048}))
         self._address = address
         self._model = folder
         self.processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self) -> subprocess.Popen[bytes]:
+    def start(self, stderr: int | None = None) -> subprocess.Popen[bytes]:
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
         command = [sys.executable, "-m", "executor", f"--scheduler={self._address}", f"--model={self._model}", *flags]
-        self.processes.append(subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}))
+        self.processes.append(
+            subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=stderr)
+        )
         return self.processes[-1]
 
 
 @pytest_asyncio.fixture
 async def scheduler(tmp_path: Path) -> AsyncIterator[tuple[SchedulerServer, Any, Executors]]:
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": VOCAB, "max_position_embeddings": 2048}))
     config = SchedulerConfig(listen="127.0.0.1:0")
     server = SchedulerServer(config, Telemetry("scheduler", config.telemetry))
     address = f"127.0.0.1:{await server.start()}"
@@ -142,6 +146,24 @@ async def test_chunked_shared_preempted_and_resumed_on_another_executor(
     assert stats.num_preemptions > 0
     assert stats.num_cached_prompt_tokens > 0
     assert occupancy.num_free_blocks == occupancy.num_total_blocks
+
+
+async def test_an_order_that_the_contract_forbids_ends_the_process(tmp_path: Path) -> None:
+    scheduler = FakeScheduler()
+    executors = Executors(f"127.0.0.1:{await scheduler.start()}", tmp_path)
+    process = executors.start(stderr=subprocess.PIPE)
+    hello = await scheduler.hello()
+    assert (hello.cache_groups[0].num_blocks, hello.num_draft_tokens, hello.model.vocab_size) == (26, 1, VOCAB)
+    tokens = prompt(3)
+    scheduler.order(admit(1, tokens, range(6), max_total=300), prefill(1, tokens, 0, 64))
+    await scheduler.until(lambda received: received[1].computed == 64)
+    scheduler.order(label([0], [b"a" * 32]), admit(2, tokens, range(6, 12), max_total=300), drop(1))
+    scheduler.order(admit(3, tokens, [0, *range(12, 17)], num_cached=64, max_total=300))  # as it should be
+    scheduler.order(admit(4, tokens, [6, *range(17, 22)], num_cached=64, max_total=300))  # block 6 has no label
+    _, stderr = await asyncio.to_thread(process.communicate, timeout=30)
+    await scheduler.stop()
+    assert process.returncode == 1
+    assert b"block 6 is shared but has no label" in stderr
 
 
 @pytest.fixture(scope="module")
@@ -207,19 +229,10 @@ def batch(batch_id: int, *orders: executor_pb2.Order) -> executor_pb2.OrderBatch
     return executor_pb2.OrderBatch(batch_id=batch_id, orders=orders)
 
 
-def admit(seq_id: int, block_ids: list[int], limit: int, num_tokens: int = 3) -> tuple[executor_pb2.Order, ...]:
+def opened(seq_id: int, block_ids: list[int], limit: int, num_tokens: int = 3) -> tuple[executor_pb2.Order, ...]:
     """A prompt of `num_tokens` tokens and its chunk."""
-    admit = executor_pb2.Admit(
-        seq_id=seq_id,
-        num_tokens=num_tokens,
-        num_prompt_tokens=num_tokens,
-        block_tables=[executor_pb2.BlockTable(block_ids=pack_token_ids(block_ids))],
-        limit=limit,
-        max_total_tokens=500,
-        sampling=common_pb2.SamplingParams(seed=1),
-    )
-    chunk = executor_pb2.Prefill(seq_id=seq_id, start=0, end=num_tokens, token_ids=pack_token_ids(range(num_tokens)))
-    return executor_pb2.Order(admit=admit), executor_pb2.Order(prefill=chunk)
+    tokens = range(num_tokens)
+    return admit(seq_id, tokens, block_ids, limit=limit, max_total=500, seed=1), prefill(seq_id, tokens)
 
 
 def test_steps_take_their_time_and_are_launched_one_ahead() -> None:
@@ -228,7 +241,7 @@ def test_steps_take_their_time_and_are_launched_one_ahead() -> None:
     loop = SimLoop(device, monotonic_s=clock.monotonic_s, sleep=clock.sleep)
     made: list[tuple[int, float]] = []
     loop.on_made = lambda step: made.append((step.step_id, round(clock.now_s, 6)))
-    loop.receive(batch(1, *admit(1, [0], limit=64)))
+    loop.receive(batch(1, *opened(1, [0], limit=64)))
     assert loop.run_once()
     assert device.num_steps == 1
     assert made == [], "it was launched, and its time is not over"
@@ -242,7 +255,7 @@ def test_steps_take_their_time_and_are_launched_one_ahead() -> None:
     assert list(unpack_token_ids(report.token_ids)) == alone([0, 1, 2], 1, 1)
 
     # What arrives now applies to step 3: the second, launched before, still brings its token under the first batch.
-    loop.receive(batch(2, executor_pb2.Order(drop=executor_pb2.Drop(seq_id=1))))
+    loop.receive(batch(2, drop(1)))
     assert loop.run_once()
     assert device.num_steps == 2
     report = loop.outbox.take()
@@ -261,18 +274,12 @@ def test_a_device_that_stands_still_counts_the_steps_it_missed() -> None:
     clock = Virtual()
     device = SimExecutor(SimConfig(step_us=10_000, max_num_seqs=8, max_num_batched_tokens=200))
     loop = SimLoop(device, monotonic_s=clock.monotonic_s, sleep=clock.sleep)
-    loop.receive(batch(1, *admit(1, [0], limit=5), *admit(2, [1], limit=5)))
+    loop.receive(batch(1, *opened(1, [0], limit=5), *opened(2, [1], limit=5)))
     while loop.run_once():
         pass
     assert device.num_paused_steps == 0
     clock.sleep(0.035)
-    extensions = [
-        executor_pb2.Order(
-            extend=executor_pb2.Extend(seq_id=seq_id, block_tables=[executor_pb2.BlockTable()], limit=64)
-        )
-        for seq_id in (1, 2)
-    ]
-    loop.receive(batch(2, *extensions))
+    loop.receive(batch(2, extend(1, [], 64), extend(2, [], 64)))
     assert loop.run_once()
     assert device.num_paused_steps == 2 * 3
 
@@ -281,16 +288,15 @@ def test_a_lost_link_drops_what_runs_and_keeps_labels() -> None:
     clock = Virtual()
     device = SimExecutor(SimConfig(max_num_seqs=8, max_num_batched_tokens=200))
     loop = SimLoop(device, monotonic_s=clock.monotonic_s, sleep=clock.sleep)
-    loop.receive(batch(1, *admit(1, [0, 1], limit=128, num_tokens=70)))
+    loop.receive(batch(1, *opened(1, [0, 1], limit=128, num_tokens=70)))
     for _ in range(4):
         loop.run_once()
-    label = executor_pb2.Label(blocks=executor_pb2.CachedBlocks(block_ids=pack_token_ids([0]), hashes=b"h" * 32))
-    loop.receive(batch(2, executor_pb2.Order(label=label)))
+    loop.receive(batch(2, label([0], [b"h" * 32])))
     loop.run_once()
     inventory = loop.reset()
     loop.run_once()
     assert [(entry.block_id, entry.hash) for entry in inventory.result(0)] == [(0, b"h" * 32)]
     assert not device.sequences
     assert loop.outbox.take() is None
-    loop.receive(batch(1, *admit(1, [2], limit=64)))
+    loop.receive(batch(1, *opened(1, [2], limit=64)))
     assert loop.run_once(), "a new link begins again: with batch 1, and any sequence id"
