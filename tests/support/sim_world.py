@@ -138,7 +138,7 @@ class World:
             priority=rng.choice((0, 0, 0, 0, 0, 0, -1, 1)),
             cache_salt=rng.choice(("", "", "", "salt")),
         )
-        if rng.random() < 0.9:
+        if rng.random() < 0.8:
             proto.max_tokens = max(sampling.min_tokens, rng.choice((0, 1, 2, 30, 64, 100, 200, 400)))
         if num_choices > 1 and rng.random() < 0.7:
             proto.max_tokens = 200  # so that the first still runs when the others come
@@ -337,10 +337,10 @@ class World:
     def _longest_now(self, proto: generation_pb2.GenerateRequest) -> int:
         """How long the history of `proto`, which names no end within reach, could become on the executors that are here."""
         longest = 0
-        for sim in (link.sim.config for link in self.links.values()):
-            if sim.takes_grammars or not proto.sampling.HasField("grammar"):
-                fits = sim.max_model_len if proto.HasField("max_tokens") else sim.num_blocks * BLOCK_SIZE + 1
-                longest = max(longest, min(sim.max_model_len, fits))
+        for sim in (link.sim for link in self.links.values()):
+            if sim.config.takes_grammars or not proto.sampling.HasField("grammar"):
+                fits = sim.config.max_model_len if proto.HasField("max_tokens") else sim.num_blocks * BLOCK_SIZE + 1
+                longest = max(longest, min(sim.config.max_model_len, fits))
         return longest
 
     def _check_error(self, client: Client) -> None:
