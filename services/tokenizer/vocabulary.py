@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 
 from rorqual.core.control_tokens import is_control_token
 from rorqual.core.errors import CheckpointError, InvalidRequestError
@@ -14,6 +15,7 @@ from rorqual.core.errors import CheckpointError, InvalidRequestError
 from .checkpoint import TextCheckpoint
 from .control_tokens import ControlTokens, Segment
 from .formats.marks import END_THINK, THINK, Marks
+from .pieces import PieceEncoder
 from .run_cache import RunCache
 from .splits import cut_in_one_pass
 from .token_text import TokenText, build_token_text
@@ -26,7 +28,7 @@ def _keeps_text(source: dict[str, Any]) -> bool:
 
 
 class Vocabulary:
-    """Immutable once built; encoding releases the interpreter lock and may run in any thread."""
+    """Immutable once built, but for what it remembers; encoding gives the interpreter away often, in any thread."""
 
     def __init__(self, checkpoint: TextCheckpoint) -> None:
         path = checkpoint.folder / "tokenizer.json"
@@ -46,12 +48,19 @@ class Vocabulary:
                 field="model",
             )
         source: dict[str, Any] = json.loads(checkpoint.tokenizer_json)
-        cut_in_one_pass(self._tokenizer, source.get("pre_tokenizer") or {})
+        cuts_as_published = cut_in_one_pass(self._tokenizer, source.get("pre_tokenizer") or {})
         # The same model without added tokens: what a caller spells stays text.
         self._plain = Tokenizer(self._tokenizer.model)
         self._plain.pre_tokenizer = self._tokenizer.pre_tokenizer
         if not _keeps_text(source):
             self._plain.normalizer = self._tokenizer.normalizer
+        self._pieces: PieceEncoder | None = None
+        if cuts_as_published and _keeps_text(source):
+            whole = Tokenizer(self._tokenizer.model)
+            whole.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+            self._pieces = PieceEncoder(
+                lambda pieces: self._encode_with(whole, pieces), lambda texts: self._encode_with(self._plain, texts)
+            )
         self._runs = RunCache(self._encode_plain)
 
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -168,8 +177,14 @@ class Vocabulary:
                 ids += next(runs)
         return ids
 
-    def _encode_plain(self, texts: list[str]) -> list[list[int]]:
-        encoded = [run.ids for run in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
+    def _encode_plain(self, texts: list[str]) -> list[Sequence[int]]:
+        found = [self._pieces.encode(text) if self._pieces is not None else None for text in texts]
+        others = [text for text, ids in zip(texts, found, strict=True) if ids is None]
+        made = iter(self._encode_with(self._plain, others) if others else ())
+        return [ids if ids is not None else next(made) for ids in found]
+
+    def _encode_with(self, tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+        encoded = [run.ids for run in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
         if any(not self.control_ids.isdisjoint(ids) for ids in encoded):
             raise InvalidRequestError(
                 "a message spells a control token that this vocabulary cannot write as plain text",

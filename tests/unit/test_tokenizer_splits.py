@@ -1,9 +1,12 @@
-"""The cuts in one pass are those of the published three, piece for piece."""
+"""The cuts in one pass, and those that Python makes, are those of the published three, piece for piece."""
 
 from __future__ import annotations
 
 import copy
 import json
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
+from benchmarks.formats.bench_formats import material
+from services.tokenizer.pieces import MAX_LEARNED, MAX_PIECE_CHARS, MAX_PIECES, PieceEncoder
 from services.tokenizer.splits import cut_in_one_pass
-from tests.support.vocabularies import tiny_checkpoint, v4_checkpoint
+from tests.support.vocabularies import tiny_checkpoint, v4, v4_checkpoint
 
 SOURCE: dict[str, Any] = json.loads(v4_checkpoint().tokenizer_json)
 
@@ -49,6 +54,138 @@ def test_every_character_of_the_first_plane(around: str) -> None:
     for start in range(0, len(characters), 8):
         text = "".join(around.format(character) for character in characters[start : start + 8])
         assert ONE.pre_tokenize_str(text) == THREE.pre_tokenize_str(text)
+
+
+class Pieces:
+    """A PieceEncoder whose ids are numbers of pieces."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+        self.names: list[str] = []
+        self.num_asked = self.num_texts = 0
+        self.encoder = PieceEncoder(self._encode, self._encode_texts)
+
+    def _encode(self, pieces: list[str]) -> list[list[int]]:
+        assert len(set(pieces)) == len(pieces)
+        self.num_asked += len(pieces)
+        for piece in pieces:
+            if piece not in self.numbers:
+                self.numbers[piece] = len(self.names)
+                self.names.append(piece)
+        return [[self.numbers[piece]] for piece in pieces]
+
+    def _encode_texts(self, texts: list[str]) -> list[list[int]]:
+        """As the library: by its own cuts."""
+        self.num_texts += len(texts)
+        num_asked = self.num_asked
+        ids = [[self._encode([piece])[0][0] for piece in published(text)] for text in texts]
+        self.num_asked = num_asked
+        return ids
+
+    def of(self, text: str) -> list[str] | None:
+        ids = self.encoder.encode(text)
+        return None if ids is None else [self.names[number] for number in ids]
+
+
+PIECES = Pieces()
+
+
+def published(text: str) -> list[str]:
+    """The library's pieces, which it gives by their places (in what stands for them it writes bytes)."""
+    return [text[start:end] for _, (start, end) in THREE.pre_tokenize_str(text)]
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.text(st.sampled_from(KINDS), max_size=12))
+def test_pieces_of_any_neighbours(text: str) -> None:
+    pieces = PIECES.of(text)
+    if pieces is not None:
+        assert pieces == published(text)
+    else:
+        assert any(PIECES.of(character) is None for character in text)
+
+
+@pytest.mark.parametrize("around", ["a{}b 1", "字{} 。"])
+def test_pieces_of_every_character(around: str) -> None:
+    """All that it takes on itself, and enough of it: nearly all characters of texts that are met."""
+    codes = [*range(0xD800), *range(0xE000, 0x10000), *range(0x1F300, 0x1F700)]
+    taken = [chr(code) for code in codes if PIECES.of(chr(code)) is not None]
+    assert len(taken) > 55_000
+    assert set("Straße, naïve “quotes” — 1½ € … Привет мир नमस्ते العربية 한국어 日本語 漢字 ①② ∑ ≠ → █ 😀👍🚀") <= {
+        *taken
+    }
+    for start in range(0, len(taken), 8):
+        text = "".join(around.format(character) for character in taken[start : start + 8])
+        assert PIECES.of(text) == published(text)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_long_texts_are_cut_where_there_is_a_cut(seed: int) -> None:
+    rng = random.Random(seed)
+    words = ["".join(rng.choices("aZ \n\r\t1-'.", k=rng.randint(1, 9))) for _ in range(30)]
+    text = "".join(rng.choices(words, k=9000))
+    assert PIECES.of(text) == published(text)
+
+
+def test_a_part_without_such_a_place_is_left_to_the_library() -> None:
+    assert PIECES.of("x" * 65_536) == ["x" * 65_536]
+    assert PIECES.of("x" * 65_537) is None
+    assert PIECES.of(("y" * 60_000 + "\n") * 3) is not None
+
+
+def test_pieces_are_encoded_once_and_the_memory_is_bounded() -> None:
+    pieces = Pieces()
+    alphabet = "abcdefghijklmnopqrstuvwxyz"
+    words = [f"w{a}{b}{c}{d}" for a in alphabet[:9] for b in alphabet for c in alphabet for d in alphabet]
+    for start in range(0, len(words), MAX_LEARNED - 1):
+        pieces.of("\n".join(words[start : start + MAX_LEARNED - 1]))
+    asked = pieces.num_asked
+    assert (asked, pieces.num_texts) == (len(words) + 1, 0)
+    assert len(pieces.encoder._new) + len(pieces.encoder._old) <= 2 * (MAX_PIECES + MAX_LEARNED)
+    pieces.of("\n".join(words[-500:]))
+    assert pieces.num_asked == asked
+    long = "q" * (MAX_PIECE_CHARS + 1)
+    for _ in range(2):
+        assert pieces.of(f"{long} {long}") == [long, " " + long]
+    assert pieces.num_asked == asked + 4
+
+
+def test_a_text_of_new_pieces_is_the_librarys_and_some_are_learned() -> None:
+    pieces = Pieces()
+    text = " ".join(f"{word:x}" for word in range(1000))
+    expected = published(text)
+    assert pieces.of(text) == expected
+    assert (pieces.num_texts, pieces.num_asked) == (1, MAX_LEARNED)
+    for _ in range(20):
+        assert pieces.of(text) == expected
+    assert pieces.num_asked == len(set(expected))
+
+
+def test_many_threads() -> None:
+    pieces = Pieces()
+    text = "\n".join(f"line {n} of a text" for n in range(2000))
+    expected = published(text)
+    lock = threading.Lock()
+    encode = pieces.encoder._encode
+
+    def guarded(new: list[str]) -> Any:
+        with lock:
+            return encode(new)
+
+    pieces.encoder._encode = guarded
+    with ThreadPoolExecutor(8) as pool:
+        assert all(made == expected for made in pool.map(pieces.of, [text] * 16))
+
+
+def test_ids_are_those_of_the_library() -> None:
+    text = material()
+    library = Tokenizer.from_str(v4_checkpoint().tokenizer_json)
+    assert v4()._pieces is not None
+    for start in range(0, len(text), 3001):
+        part = text[start : start + 3001]
+        expected = library.encode(part, add_special_tokens=False).ids
+        assert list(v4()._encode_plain([part])[0]) == expected
+        assert v4().encode(part) == expected
 
 
 def test_other_cuts_are_left_as_they_are() -> None:
