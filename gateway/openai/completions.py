@@ -30,8 +30,13 @@ _TEXT = b'"text":'
 def completion_commands(body: CompletionBody, request_id: str) -> list[text_pb2.TextCommand]:
     """One command a prompt. Raises InvalidRequestError."""
     prompts = _prompts(body.prompt)
-    if len(prompts) > MAX_PROMPTS or len(prompts) * (body.n or 1) > MAX_PROMPTS + MAX_CHOICES:
-        raise invalid("prompt", f"at most {MAX_PROMPTS} prompts are taken in one request, got {len(prompts)}")
+    num_prompts, n = len(prompts), body.n or 1
+    if num_prompts > MAX_PROMPTS:
+        raise invalid("prompt", f"at most {MAX_PROMPTS} prompts are taken in one request, got {num_prompts}")
+    if num_prompts * n > MAX_PROMPTS + MAX_CHOICES:
+        raise invalid(
+            "n", f"at most {MAX_PROMPTS + MAX_CHOICES} choices are made in one request, got {num_prompts} x {n}"
+        )
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:
         raise invalid("max_tokens", "0 is only allowed with echo: true")

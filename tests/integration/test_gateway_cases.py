@@ -14,8 +14,18 @@ import pytest
 import pytest_asyncio
 
 from gateway.anthropic.schema import CountTokensBody, MessagesBody
+from gateway.openai.conversation import MAX_TOOLS
 from gateway.openai.response_schema import ResponsesBody
-from gateway.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from gateway.openai.schema import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
 from rorqual.core.config import TokenizerConfig
 from rorqual.v1 import generation_pb2
 from services.tokenizer.app import TokenizerApp
@@ -363,6 +373,30 @@ async def test_no_value_of_any_field_brings_anything_but_an_answer_or_a_400_that
     async with asyncio.timeout(120):
         names = BODIES[path].__struct_encode_fields__
         await asyncio.gather(*(send(name, value) for name in names for value in VALUES))
+
+
+async def test_the_most_that_a_schema_takes_every_part_takes(source: Source) -> None:
+    """No limit further down is lower than what the API promises."""
+    call = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    for path, fields in (
+        ("chat/completions", {"stop": [f"{number:04d}" + "é" * 510 for number in range(MAX_STOPS)]}),
+        ("chat/completions", {"stop_token_ids": list(range(1000, 1000 + MAX_STOP_TOKEN_IDS))}),
+        ("chat/completions", {"logit_bias": {str(number): 100 for number in range(1000, 1000 + MAX_LOGIT_BIAS)}}),
+        ("chat/completions", {"n": MAX_CHOICES}),
+        ("chat/completions", {"logprobs": True, "top_logprobs": 20, "prompt_logprobs": 20}),
+        ("completions", {"logprobs": 20, "echo": True}),
+        ("completions", {"prompt": ["hi"] * 17, "n": 128}),
+        ("chat/completions", {"temperature": 2, "top_p": 0, "min_p": 1, "top_k": 2**31 - 1, "repetition_penalty": 100}),
+        ("chat/completions", {"presence_penalty": -2, "frequency_penalty": -2, "seed": -(2**63), "priority": -(2**31)}),
+        ("chat/completions", {"cache_salt": "😀" * 1024, "max_tokens": 2**32 - 1}),
+        ("chat/completions", {"tools": [call] * MAX_TOOLS, "tool_choice": "none"}),
+        ("chat/completions", {"guided_choice": [f"{number}" for number in range(1024)]}),
+    ):
+        response = await source.http.post(f"/v1/{path}", json=source.body(path, fields))
+        if "tools" in fields:  # the template here writes none of them
+            assert response.status_code == 200 or "template" in response.text, response.text
+        else:
+            assert response.status_code == 200, (fields, response.text)
 
 
 DEEP = '{"properties":{"a":' * 1000 + "{}" + "}}" * 1000
