@@ -41,13 +41,7 @@ class FakeGpuModel(FakeModel):
         self.num_chunk_rows = 0
         self.forms: list[tuple[int, str]] = []  # (position, form) of chunk rows
 
-    def forward(  # type: ignore[override]
-        self,
-        num_decode: int,
-        chunks: ChunkRows | None,
-        caches: Sequence[torch.Tensor],
-        wanted: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def forward(self, num_decode: int, chunks: ChunkRows | None, caches: Sequence[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
         column = caches[0].view(-1)
         num_rows = num_decode + (chunks.num_rows if chunks is not None else 0)
         if chunks is not None:
@@ -83,7 +77,7 @@ class FakeGpuModel(FakeModel):
                     read(row, part.block_tables[i], int(part.kv_lens[i]))
                     self.forms.append((int(self.positions[row]), "decode"))
             assert all(row is not None for row in self.rows[num_decode:])
-        number = torch.arange(num_rows) if wanted is None else wanted
+        number = torch.arange(num_rows)
         return torch.stack((number // 256, number % 256), 1).bfloat16().repeat(1, 4)  # bfloat16 counts to 256
 
     def _read_group(self, group, tokens, read) -> None:  # type: ignore[no-untyped-def]
@@ -124,10 +118,10 @@ class FakeGpuModel(FakeModel):
 class DrivenGpu(Driven):
     """The GPU's step loop over FakeGpuModel."""
 
-    def __init__(self, model: Any = None, *, max_keys: int | None = None, **values: Any) -> None:
+    def __init__(self, *, max_keys: int | None = None, **values: Any) -> None:
         """`max_keys`: latents that one call of the prefill form attends to; None: any history's."""
         self._max_keys = max_keys
-        super().__init__(model, **values)
+        super().__init__(**values)
 
     def make_loop(self, limits: StepLimits, traced: bool) -> OrderLoop:
         poison = self.model.poison
