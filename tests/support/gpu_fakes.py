@@ -118,10 +118,10 @@ class FakeGpuModel(FakeModel):
 class DrivenGpu(Driven):
     """The GPU's step loop over FakeGpuModel."""
 
-    def __init__(self, *, max_keys: int | None = None, **values: Any) -> None:
+    def __init__(self, model: Any = None, *, max_keys: int | None = None, **values: Any) -> None:
         """`max_keys`: latents that one call of the prefill form attends to; None: any history's."""
         self._max_keys = max_keys
-        super().__init__(**values)
+        super().__init__(model, **values)
 
     def make_loop(self, limits: StepLimits, traced: bool) -> OrderLoop:
         poison = self.model.poison
