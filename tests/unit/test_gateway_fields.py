@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gateway.anthropic import request as message_request
 from gateway.openai import chat, completions, response_request
-from gateway.openai.fields import ignored_header
+from gateway.openai.fields import MAX_SEARCHED_BYTES, ignored_header
 from gateway.openai.schema import ChatBody, CompletionBody
 from rorqual.core.errors import InvalidRequestError
 
@@ -225,6 +225,8 @@ def test_unknown_fields_inside_others_are_named_once() -> None:
         json.dumps({"input": [{"role": "user", "content": "a", "mood": 1}], "text": {"tone": 1}}).encode()
     )
     assert sorted(unknown) == ["input[].mood", "text.tone"]
+    large = {"input": [{"role": "user", "content": "a" * MAX_SEARCHED_BYTES, "mood": 1}], "outer": 1}
+    assert response_request.READER.read(json.dumps(large).encode())[1] == ["outer"]
     block = {"type": "text", "text": "a", "citations": [1]}
     _, unknown = message_request.READER.read(
         json.dumps({"max_tokens": 1, "messages": [{"role": "user", "content": [block]}]}).encode()
