@@ -448,6 +448,7 @@ class SchedulerCore:
             if self._now_s < self._config.gather_until_s:
                 return
             self._is_gathering = False
+            self._last_refused = None  # it has not seen what changed meanwhile
         while True:
             # Woken first: they come before what arrived after them.
             for executor in self._touched.values():

@@ -487,6 +487,20 @@ def test_a_first_start_waits_for_nothing() -> None:
     assert world.core.next_deadline_s() is None
 
 
+def test_the_head_of_the_queue_sees_who_came_while_inventories_were_gathered() -> None:
+    world, _ = make_world(CoreConfig(gather_until_s=2.0), max_num_seqs=1, executor_id="a")
+    world.open(make_proto(100, max_tokens=500))
+    refused = world.open(make_proto(100, start=1, max_tokens=5))
+    assert not refused.started, "the only executor is full"
+    warm = make_sim(executor_id="b", max_num_seqs=1)
+    warm.memory[0].labels[0] = b"h" * 32  # from before the restart
+    world.connect(warm)
+    assert not refused.started
+    world.pass_time(2.0)
+    assert refused.started
+    world.run_to_end()
+
+
 def test_while_executors_come_back_nothing_is_refused_for_those_that_lack() -> None:
     world, long = make_world(max_model_len=1000, executor_id="long")
     client = world.open(make_proto(400, max_tokens=300))
