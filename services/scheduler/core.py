@@ -303,6 +303,7 @@ class SchedulerCore:
     def _served_changed(self) -> None:
         """What is served is what any executor takes; it stays as it was when the last one has left."""
         self._served_version += 1
+        self._last_refused = None  # where it fits may have changed
         models = [executor.model for executor in self._executors.values()]
         if models:
             self.model = replace(

@@ -905,6 +905,23 @@ def test_what_names_no_end_begins_anywhere_and_runs_on_where_more_fits() -> None
     assert again.finish is FinishReason.LENGTH
 
 
+def test_the_head_of_the_queue_may_fit_elsewhere_when_a_larger_executor_left() -> None:
+    world, large = make_world(num_blocks=20, max_num_seqs=1, executor_id="large")
+    small = world.connect(make_sim(num_blocks=5, executor_id="small"))
+    running = world.open(make_proto(100, max_tokens=900))
+    waiting = world.open(make_proto(200, start=1, max_tokens=None))
+    turn(world, large)
+    assert not waiting.started, "it might outgrow the small one soon"
+    sim = world.lose(large)
+    assert waiting.started, "which now decides where it ends"
+    while not waiting.ended:
+        turn(world, small)
+    assert len(waiting.tokens) == 5 * BLOCK_SIZE + 1 - 200
+    world.connect(sim)
+    world.run_to_end()
+    assert len(running.tokens) == 900
+
+
 def test_grammars_go_where_they_are_taken() -> None:
     grammar = {"grammar": common_pb2.Grammar(text="root ::= .*")}
     world, plain = make_world(executor_id="plain")
