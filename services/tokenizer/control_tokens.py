@@ -139,6 +139,20 @@ class Segment:
     is_control: bool
 
 
+def cut_control(text: str, control: ControlTokens) -> list[Segment]:
+    """`text` as plain runs and the control tokens that it spells."""
+    segments: list[Segment] = []
+    position = 0
+    for start, end in control.find(text):
+        if position < start:
+            segments.append(Segment(text[position:start], False))
+        segments.append(Segment(text[start:end], True))
+        position = end
+    if position < len(text):
+        segments.append(Segment(text[position:], False))
+    return segments
+
+
 def split_marked(rendered: str, control: ControlTokens, markers: Markers) -> list[Segment]:
     """`rendered` as plain runs and the template's own control tokens, without markers.
 

@@ -13,7 +13,7 @@ from rorqual.core.control_tokens import is_control_token
 from rorqual.core.errors import CheckpointError, InvalidRequestError
 
 from .checkpoint import TextCheckpoint
-from .control_tokens import ControlTokens, Segment
+from .control_tokens import ControlTokens, Segment, cut_control
 from .formats.marks import END_THINK, THINK, Marks
 from .pieces import PieceEncoder
 from .run_cache import RunCache
@@ -83,6 +83,12 @@ class Vocabulary:
             token.lstrip or token.rstrip or token.single_word for token in added.values()
         )
         """Control tokens may be cut out of a text beforehand: none takes blanks beside it, or asks for them."""
+        letters = frozenset(ByteLevel.alphabet())
+        self._texts_hold_no_control = self.cuts_exactly and not any(
+            token_id in self.control_ids and letters.issuperset(token)
+            for token, token_id in self._tokenizer.get_vocab(with_added_tokens=False).items()
+        )
+        """Plain text is never encoded as a control token, so cutting those out beforehand is all there is to do."""
         self.longest_token_chars = max(map(len, vocab)) if self.cuts_exactly else None
         """No token stands for more characters; None where the tokenizer drops or rewrites some before it counts."""
 
@@ -156,6 +162,8 @@ class Vocabulary:
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, in which control tokens are recognised; none is added."""
+        if self._pieces is not None and self._texts_hold_no_control:
+            return self.encode_segments(cut_control(text, self.control))
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 

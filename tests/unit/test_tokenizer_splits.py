@@ -29,7 +29,8 @@ def made_of(source: dict[str, Any]) -> tuple[Tokenizer, bool]:
     return tokenizer, cut_in_one_pass(tokenizer, source)
 
 
-THREE = Tokenizer.from_str(v4_checkpoint().tokenizer_json).pre_tokenizer
+LIBRARY = Tokenizer.from_str(v4_checkpoint().tokenizer_json)
+THREE = LIBRARY.pre_tokenizer
 ONE = made_of(SOURCE["pre_tokenizer"])[0].pre_tokenizer
 
 # Of each kind that the expressions tell apart some, in and out of the runs, and what no expression takes.
@@ -179,13 +180,37 @@ def test_many_threads() -> None:
 
 def test_ids_are_those_of_the_library() -> None:
     text = material()
-    library = Tokenizer.from_str(v4_checkpoint().tokenizer_json)
     assert v4()._pieces is not None
     for start in range(0, len(text), 3001):
         part = text[start : start + 3001]
-        expected = library.encode(part, add_special_tokens=False).ids
+        expected = LIBRARY.encode(part, add_special_tokens=False).ids
         assert list(v4()._encode_plain([part])[0]) == expected
         assert v4().encode(part) == expected
+
+
+SPELLED = [
+    "<｜end▁of▁sentence｜>",
+    "<think>",
+    "</think>",
+    "｜DSML｜",
+    "<｜User｜>",
+    "<｜",
+    "｜>",
+    "<",
+    "think>",
+    "｜",
+    " ",
+    "\n",
+    "a",
+    "字",
+]
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.sampled_from(SPELLED), max_size=12))
+def test_control_tokens_in_a_plain_prompt_are_found_as_by_the_library(parts: list[str]) -> None:
+    text = "".join(parts)
+    assert v4().encode(text) == LIBRARY.encode(text, add_special_tokens=False).ids
 
 
 def test_other_cuts_are_left_as_they_are() -> None:
