@@ -166,8 +166,9 @@ async def test_the_deadline_ends_a_request(tokenizer: ScriptedTokenizer) -> None
 
 
 async def test_a_slow_reader_gets_all_in_fewer_larger_chunks_and_others_go_on(
-    http: RunningGateway, tokenizer: ScriptedTokenizer
+    http: RunningGateway, tokenizer: ScriptedTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("gateway.openai.serve.PAUSE_S", 0.001)
     num_tokens, text = 4000, "0123456789" * 100
     slow = Script(
         [*([event(0, [7], content=text)] for _ in range(num_tokens)), [finish(0)]],
