@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
 import threading
-import time
 from collections.abc import Sequence
 
 from opentelemetry.sdk.trace import ReadableSpan
@@ -41,12 +39,10 @@ def value(telemetry: Telemetry, name: str) -> float:
 def test_a_collector_that_hangs_delays_nothing_and_its_losses_are_counted() -> None:
     collector = Collector()
     telemetry = Telemetry("gateway", TelemetryConfig(), exporter=collector)
-    num_spans, took_s = 5000, []
+    num_spans = 5000  # more than wait, and all of them end while the collector says nothing
     for _ in range(num_spans):
-        began_s = time.thread_time()
         telemetry.tracer.start_span("step").end()
-        took_s.append(time.thread_time() - began_s)
-    assert statistics.quantiles(took_s, n=100)[98] < 0.001
+    assert not collector.answers.is_set()
     assert value(telemetry, "spans_ended_total") == num_spans
     assert value(telemetry, "spans_exported_total") == 0
     collector.answers.set()
