@@ -386,7 +386,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--step-ms", default=steps, help="one a number of streams, or one for all")
     parser.add_argument("--new-tokens", default=new_tokens, help="one a number of streams, or one for all")
     parser.add_argument("--replicas", default="1,2,4")
-    parser.add_argument("--replica-new-tokens", type=int, default=100 if is_wide else 48)
+    parser.add_argument("--replica-new-tokens", type=int, default=100 if is_wide else 32)
     parser.add_argument("--replica-step-ms", type=float, default=20.0 if is_wide else 150.0)
     parser.add_argument("--rates", default=rates, help="sequences at 20 ms a step")
     parser.add_argument("--rate-executors", type=int, default=6 if is_wide else 2, help="that share them")
