@@ -71,33 +71,36 @@ def choose_tiling(
         tile_rows = 128
     # Parts of the depth, so that about one CTA an SM is at work.
     tiles = max(1, -(-out_features // tile_rows) * -(-num_tokens // tile_tokens) * batch)
-    split = max(1, min(8, 132 // tiles, in_features // 512))
-    blocks = -(-in_features // 64)
-    while (split - 1) * -(-blocks // split) >= blocks:
-        split -= 1
-    return Tiling(tile_tokens, tile_rows, split)
+    most = max(1, min(8, 132 // tiles, in_features // 512))
+    return Tiling(tile_tokens, tile_rows, 1 << most.bit_length() - 1)  # clusters of three did not fit into one wave
 
 
 def deterministic_parts(out_features: int, in_features: int, batch: int = 1) -> int:
     """In how many parts the sums of a weight are made, whatever num_tokens: by the weight's shape alone."""
-    few_rows = batch * -(-out_features // 64) < 64
-    return DETERMINISTIC_PARTS if few_rows and in_features % DEPTH == 0 and in_features >= 8 * DEPTH else 1
+    deep_enough = in_features % DEPTH == 0 and in_features >= 2 * DETERMINISTIC_PARTS * DEPTH
+    return DETERMINISTIC_PARTS if deep_enough and batch * -(-out_features // 64) < 64 else 1
 
 
 def _deterministic_tiling(num_tokens: int, out_features: int, in_features: int, batch: int) -> Tiling:
     parts = deterministic_parts(out_features, in_features, batch)
+    small = out_features <= SMALL_OUT_FEATURES
+
+    def tiles(tile_tokens: int, tile_rows: int) -> int:
+        return batch * -(-out_features // tile_rows) * -(-num_tokens // tile_tokens)
+
     if parts == 1:
-        small = out_features <= SMALL_OUT_FEATURES
-        if num_tokens <= 64 or (small and num_tokens <= 256):
+        if num_tokens <= 64 or (small and num_tokens <= (256 if in_features >= 256 else 128)):
             return Tiling(next((n for n in (16, 32) if num_tokens <= n), 64), 64)
         return Tiling(128 if num_tokens < 512 or (small and in_features >= 256) else 256, 128)
-    if num_tokens <= MAX_ROWS_TOKENS and (in_features <= 4096 or num_tokens <= 8):
+    if num_tokens <= 8 or (num_tokens <= MAX_ROWS_TOKENS and in_features <= 2048 and not small):
         return Tiling(num_tokens, 0, parts=parts)
-    if batch * -(-out_features // 128) * -(-num_tokens // 192) >= 96:  # whole tiles of the largest fill the device
+    if num_tokens <= MAX_ROWS_TOKENS:
+        return Tiling(32, 64, 8, parts)
+    if tiles(192, 128) >= 80 and not small:
         return Tiling(192, 128, parts=parts)
     tile_tokens = 32 if num_tokens <= 32 else 64
-    tiles = batch * -(-out_features // 64) * -(-num_tokens // tile_tokens)
-    split = next(split for split in (8, 4, 2, 1) if split == 1 or split * tiles <= 132)
+    # (Four CTAs with two parts each took longer than two with four.)
+    split = next((split for split in (8, 2) if split * tiles(tile_tokens, 64) <= 132), 1)
     return Tiling(tile_tokens, 64, split, parts)
 
 
