@@ -246,7 +246,7 @@ class Bench:
 
     def mla_shape(self, num_heads: int, batch: int, context: int, q_len: int = 1) -> None:
         options: list[dict[str, Any]] = [{}]
-        options += [{"deterministic": True, "max_kv_len": context, "split_blocks": n} for n in (16, 32, 64)]
+        options += [{"deterministic": True, "max_kv_len": context, "split_blocks": n} for n in (None, 16)]
         if self.variants and q_len == 1:
             options += [{"kernel": k} for k in ((1, 2) if num_heads == 16 else ())]
             options += [{"min_units": n} for n in ((0, 2, 3, 4, 6) if batch <= 16 else ())]
