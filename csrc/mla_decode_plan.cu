@@ -88,8 +88,8 @@ __global__ void __launch_bounds__(kPlanThreads, 1) mla_plan_kernel(const MlaPlan
     const int groups = total;
     split_blocks = p.split_blocks;
     lay_out(1);
-    // How long the busiest CTA takes, in blocks: a split on its own costs about one more, and the combination three.
-    const int single_blocks = (total + p.num_parts - 1) / p.num_parts * (p.split_blocks + 1) + 3;
+    // How long the busiest CTA takes, in blocks: a split on its own costs about one more, and the combination four.
+    const int single_blocks = (total + p.num_parts - 1) / p.num_parts * (p.split_blocks + 1) + 4;
     if (total > p.split_capacity || single_blocks * groups >= total * p.split_blocks) {
       split_blocks *= p.group_splits;
       lay_out(1);
