@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 Words = npt.NDArray[np.int32]
 
+_MAX_MASK_THREADS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
@@ -24,12 +28,22 @@ class GrammarSpec:
 
     text: str
     after_token_id: int | None = None
+    opening_token_id: int | None = None
+
+
+class Phase(Enum):
+    """Where a sequence is. What it may say next depends on its last token only where it is bound."""
+
+    REASONING = "anything but an end"
+    FREE = "anything"
+    BOUND = "what the grammar allows"
 
 
 class Constraint:
     """One sequence's grammar: compiled in another thread, then fed with each token that is generated.
 
-    Lives on the step loop's thread. Until `is_ready` nothing but `observe` may be called.
+    Lives on the step loop's thread. Until `is_ready` nothing but `observe` may be called, and between
+    `Constraints.prepare` and `allowed` nothing at all.
     """
 
     def __init__(
@@ -46,6 +60,7 @@ class Constraint:
         self._future = matcher
         self._matcher: LLMatcher | None = None
         self._after = spec.after_token_id
+        self._opening = spec.opening_token_id
         self._end_id = end_id
         self._stop_ids = np.array([i for i in stop_token_ids if i < vocab_size], np.int64)
         self._stops = frozenset(stop_token_ids)
@@ -53,8 +68,10 @@ class Constraint:
         self._vocab_size = vocab_size
         self._num_words = -(-vocab_size // 32)
         self._waiting: list[int] = []  # tokens that the matcher has not been given
-        self._has_begun = self._after is None
+        self.phase = Phase.REASONING if self._after is not None else self._next_phase
         self._is_stopped = False  # by a stop token, which the grammar allowed
+        self._mask: bytes | None = None  # of what comes next, where another thread has computed it
+        self._computing: Future[None] | None = None
         self.error = ""
         """Why nothing can be allowed any more: the grammar or the history is at fault; empty otherwise."""
 
@@ -66,15 +83,24 @@ class Constraint:
     def observe(self, token_ids: Sequence[int]) -> None:
         """These tokens were generated."""
         ids = [int(i) for i in token_ids]
-        if not self._has_begun:
+        if self.phase is Phase.REASONING:
             if self._after not in ids:
                 return
-            self._has_begun = True
-            assert self._after is not None
             ids = ids[ids.index(self._after) + 1 :]
+            self.phase = self._next_phase
+        if self.phase is Phase.FREE:
+            if self._opening not in ids:
+                return
+            ids = ids[ids.index(self._opening) + 1 :]
+            self.phase = Phase.BOUND
         self._waiting += ids
         if self.is_ready:
             self._advance()
+
+    @property
+    def _next_phase(self) -> Phase:
+        """After the reasoning."""
+        return Phase.BOUND if self._opening is None else Phase.FREE
 
     def _advance(self) -> None:
         """Give the matcher what it has not seen."""
@@ -86,6 +112,9 @@ class Constraint:
             except Exception as error:
                 self.error = f"the grammar could not be compiled ({type(error).__name__})"
         ids, self._waiting = self._waiting, []
+        if ids:
+            self._settle()
+            self._mask = None  # of the state before them
         for token_id in ids:
             if self.error or self._is_stopped or self._matcher is None:
                 return
@@ -94,25 +123,51 @@ class Constraint:
             elif not self._matcher.consume_token(token_id):
                 self.error = f"the grammar does not take token {token_id}, or is too complex to follow"
 
+    def begin_mask(self, computing: Future[None]) -> None:
+        """`compute_mask` is called in another thread; `computing` is done when it has been."""
+        self._computing = computing
+
+    def _settle(self) -> None:
+        """No other thread has the matcher from here on."""
+        if self._computing is not None:
+            self._computing.result()
+            self._computing = None
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether the grammar says what comes next."""
+        self._advance()
+        return self._matcher is not None and self.phase is Phase.BOUND and not self.error and self._mask is None
+
+    def compute_mask(self) -> None:
+        """What the grammar allows next, for `allowed` to find. In any thread; lets go of the interpreter's lock."""
+        assert self._matcher is not None
+        self._mask = self._matcher.compute_bitmask()
+
     @property
     def has_ended(self) -> bool:
         """Whether nothing may follow: the text is what the grammar describes, and whole."""
         self._advance()
-        if self.error or self._matcher is None or not self._has_begun:
+        if self.error or self._matcher is None or self.phase is not Phase.BOUND:
             return False
         return self._is_stopped or (self._matcher.is_stopped() and not self._matcher.is_error())
 
     def allowed(self, num_generated: int) -> Words | None:
         """Bits of the tokens that may come as generated token `num_generated`: int32 [ceil(vocab_size / 32)], id i at
         bit i % 32 of word i // 32. None: nothing can be allowed, `error` says why."""
+        self._settle()
         self._advance()
         if self.error or self._matcher is None:
             return None
         words = np.full(self._num_words, -1, np.int32)
-        if not self._has_begun:  # the reasoning may say anything, and has to end
-            _clear(words, self._stop_ids)
+        if self.phase is not Phase.BOUND:
+            if self.phase is Phase.REASONING or num_generated < self._min_tokens:  # the reasoning has to end itself
+                _clear(words, self._stop_ids)
             return words
-        mask = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+        if self._mask is None:
+            self.compute_mask()
+        assert self._mask is not None
+        mask, self._mask = np.frombuffer(self._mask, np.int32), None
         if self._matcher.is_error():
             self.error = "the grammar is too complex to follow"
             return None
@@ -145,7 +200,7 @@ def _clear(words: Words, ids: npt.NDArray[np.int64]) -> None:
 
 
 class Constraints:
-    """Compiles the grammars of sequences, each in a worker thread."""
+    """Compiles the grammars of sequences, and computes their masks while a step runs, in worker threads."""
 
     def __init__(self, engine: GrammarEngine | None, vocab_size: int) -> None:
         """Without an engine every grammar fails, and its sequence with it."""
@@ -153,6 +208,8 @@ class Constraints:
         self._engine = engine
         self._vocab_size = vocab_size
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._num_mask_threads = max(1, min(_MAX_MASK_THREADS, (os.cpu_count() or 1) // 2))
+        self._mask_pool = ThreadPoolExecutor(self._num_mask_threads, thread_name_prefix="mask")
 
     def begin(self, spec: GrammarSpec, stop_token_ids: Sequence[int], min_tokens: int) -> Constraint:
         """The constraint of a sequence that is admitted; its grammar is compiled from now on."""
@@ -171,3 +228,17 @@ class Constraints:
             min_tokens=min_tokens,
             vocab_size=self._vocab_size,
         )
+
+    def prepare(self, constraints: Sequence[Constraint]) -> None:
+        """Begin to compute what these allow next, in other threads, so that it is there when `allowed` asks for it."""
+        wanted = [constraint for constraint in constraints if constraint.needs_mask]
+        for part in range(min(self._num_mask_threads, len(wanted))):
+            share = wanted[part :: self._num_mask_threads]
+            computing = self._mask_pool.submit(_compute_masks, share)
+            for constraint in share:
+                constraint.begin_mask(computing)
+
+
+def _compute_masks(constraints: Sequence[Constraint]) -> None:
+    for constraint in constraints:
+        constraint.compute_mask()

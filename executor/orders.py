@@ -170,7 +170,11 @@ def read_sampling(proto: common_pb2.SamplingParams) -> SamplingSpec:
 
 
 def _read_grammar(proto: common_pb2.Grammar) -> GrammarSpec:
-    return GrammarSpec(proto.text, proto.after_token_id if proto.HasField("after_token_id") else None)
+    return GrammarSpec(
+        proto.text,
+        proto.after_token_id if proto.HasField("after_token_id") else None,
+        proto.opening_token_id if proto.HasField("opening_token_id") else None,
+    )
 
 
 def _block_ids(tables: Sequence[executor_pb2.BlockTable]) -> Ids:

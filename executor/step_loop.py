@@ -69,6 +69,7 @@ class StepLoop(OrderLoop):
         decode = self._decode
         num_decode_rows = decode.num_rows
         batch, prompt_parts = self._build_batch(chunks)
+        self._prepare_masks(chunks)
         logits = self._model.forward(batch, self._kv_cache).logits
         self._step_id += 1
         output = StepOutput(self._step_id, 0.0, _NO_SEQ_IDS, _NO_TOKENS)
@@ -84,6 +85,18 @@ class StepLoop(OrderLoop):
             StepStats(output.duration_s, batch.num_rows - num_decode_rows, num_decode_rows, decode.num_rows)
         )
         self.on_output()
+
+    def _prepare_masks(self, chunks: Sequence[Chunk]) -> None:
+        """What grammars allow next is computed while the model runs: their sequences' tokens are all known."""
+        joining = [
+            chunk.sequence
+            for chunk in chunks
+            if chunk.is_last and chunk.sequence.constraint is not None and chunk.sequence.ended_before is None
+        ]
+        sequences = [*self._decode.adjusted.values(), *joining]
+        constraints = [sequence.constraint for sequence in sequences if sequence.constraint is not None]
+        if constraints:
+            self._constraints.prepare(constraints)
 
     def _build_batch(self, chunks: Sequence[Chunk]) -> tuple[ForwardBatch, list[tuple[Chunk, int]]]:
         """Decode rows as they stand, then the chunks' rows.

@@ -15,9 +15,11 @@ from rorqual.core.blocks import BLOCK_SIZE
 from rorqual.kernels.prefill import plan_prefill
 from rorqual.kernels.step_state import embed, scatter_words, step_advance, step_prepare
 
+from ..constraint import Constraint
 from ..kv_cache import LatentCache
 from ..order_loop import Chunk, StepLimits
 from ..sequences import LogprobItem
+from ..sequences import Sequence as Seq
 from .chunks import ChunkPlan, plan_chunks
 from .model import ChunkRows, GpuModel, PrefillGroup
 from .rows import ChosenTokens, DecodeRows, LaunchedRows
@@ -89,6 +91,7 @@ class GpuEngine:
         self._events = [_StepEvents(device) for _ in range(_NUM_BUFFERS)]
         self._turn = 0
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._layer_graphs: dict[int, torch.cuda.CUDAGraph] = {}  # up to the final states, where masks are awaited
         self._graph_size_of = np.zeros(max_rows + 1, np.int64)  # by number of rows
 
     # Before serving.
@@ -128,6 +131,10 @@ class GpuEngine:
                 with torch.cuda.graph(graph, pool=pool, stream=stream):
                     self._decode_kernels(size)
                 self._graphs[size] = graph
+                layers = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(layers, pool=pool, stream=stream):
+                    self._layers(size)
+                self._layer_graphs[size] = layers
         torch.cuda.current_stream(self._device).wait_stream(stream)
         torch.cuda.synchronize(self._device)
         at = np.searchsorted(sizes, np.arange(self._limits.max_num_seqs + 1))
@@ -160,7 +167,9 @@ class GpuEngine:
         prompt_logprobs: Sequence[PromptLogprobs] = ()
         if plan is None:
             size = int(self._graph_size_of[num_rows])
-            if size:
+            if self.is_constrained:
+                self._constrained_kernels(size or num_rows)
+            elif size:
                 self._graphs[size].replay()
             else:
                 self._decode_kernels(num_rows)
@@ -179,16 +188,22 @@ class GpuEngine:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether a sequence of the decode set has a grammar."""
+        """Whether a sequence of the decode set has a grammar that holds now."""
         return self._sampler.is_constrained
 
-    def set_masks(self) -> None:
-        """Before a step, with none in flight: what the grammars allow in it."""
-        self._sampler.set_masks(lambda seq: self.rows.position_of(seq) + 1 - seq.num_prompt_tokens)
+    @property
+    def constraints(self) -> list[Constraint]:
+        """Those that hold now."""
+        return self._sampler.constraints
 
-    def observe(self, step: LaunchedStep, chosen: ChosenTokens) -> None:
-        """The host's copy of histories that penalties count and grammars follow."""
-        self._sampler.observe(step.rows, chosen)
+    def _set_masks(self) -> None:
+        """With no other step in flight, and before this one chooses: what the grammars allow in it."""
+        if self.is_constrained:
+            self._sampler.set_masks(lambda seq: self.rows.position_of(seq) + 1 - seq.num_prompt_tokens)
+
+    def observe(self, step: LaunchedStep, chosen: ChosenTokens) -> list[Seq]:
+        """The host's copy of histories that penalties count and grammars follow. Returns those that have to join again."""
+        return self._sampler.observe(step.rows, chosen)
 
     def logprobs(self, step: LaunchedStep, chosen: ChosenTokens) -> list[LogprobItem]:
         """Log-probabilities that the step's rows and chunks brought, of sequences that still live."""
@@ -199,9 +214,21 @@ class GpuEngine:
 
     def _decode_kernels(self, num_rows: int) -> None:
         """A step of decode rows alone; what a graph captures."""
-        model = self._model
+        self._choose(self._layers(num_rows), num_rows)
+
+    def _layers(self, num_rows: int) -> torch.Tensor:
+        """The final states of a step of decode rows alone."""
         self._prepare(num_rows, num_rows)
-        hidden = model.forward(num_rows, None, self._caches)
+        return self._model.forward(num_rows, None, self._caches)
+
+    def _constrained_kernels(self, num_rows: int) -> None:
+        """`_decode_kernels`, in which the host finishes its masks while the layers run."""
+        if num_rows in self._layer_graphs:
+            self._layer_graphs[num_rows].replay()
+            hidden = self._model.normed[:num_rows]
+        else:
+            hidden = self._layers(num_rows)
+        self._set_masks()
         self._choose(hidden, num_rows)
 
     def _mixed_kernels(self, num_compute: int, num_rows: int, plan: ChunkPlan) -> Sequence[PromptLogprobs]:
@@ -213,6 +240,7 @@ class GpuEngine:
         hidden = model.forward(num_compute, chunks, self._caches)
         if num_rows:
             torch.index_select(hidden, 0, plan.logit_rows, out=self._hidden[:num_rows])
+            self._set_masks()
             self._choose(self._hidden[:num_rows], num_rows)
         return [self._sampler.prompt_logprobs(part, hidden, model) for part in plan.prompt_parts]
 

@@ -24,6 +24,7 @@ from rorqual.kernels.sampling import (
 )
 from rorqual.kernels.step_state import scatter_words
 
+from ..constraint import Constraint, Phase
 from ..logprobs import TokenLogprob
 from ..sequences import LogprobItem
 from ..sequences import Sequence as Seq
@@ -78,7 +79,8 @@ class DeviceSampler:
         self._uploaded = 0
         self._changes_at = 0
         self._adjusted: dict[int, Seq] = {}
-        self._constrained: dict[int, tuple[int, Seq]] = {}  # by seq_id, with the slot
+        self._followed: dict[int, Seq] = {}  # by seq_id, those that have a grammar
+        self._constrained: dict[int, tuple[int, Seq]] = {}  # those of them whose next token depends on the last one
         self._with_logprobs: dict[int, Seq] = {}
 
     @property
@@ -89,16 +91,23 @@ class DeviceSampler:
     def join(self, slot: int, sequence: Seq) -> None:
         """`sequence` takes `slot`, with its history so far."""
         spec = sequence.spec
-        if sequence.constraint is not None:
-            spec = replace(spec, min_tokens=0)  # of stop tokens the grammar's mask decides
+        constraint = sequence.constraint
+        phase = constraint.phase if constraint is not None else Phase.FREE
+        if constraint is not None:
+            self._followed[sequence.seq_id] = sequence
+        if phase is not Phase.FREE:
+            spec = replace(spec, min_tokens=0)  # of stop tokens the mask decides
+        if phase is Phase.BOUND:
             self._constrained[sequence.seq_id] = slot, sequence
+        elif phase is Phase.REASONING and constraint is not None:  # one mask for all its tokens
+            self._set_mask(slot, constraint.allowed(sequence.num_generated))
         adjusts = needs_adjustment(spec) and sequence.adjuster is not None
         self._records[slot] = pack_record(
             spec,
             sequence.admit.choice_index,
             num_prompt_tokens=sequence.num_prompt_tokens,
             adjust_idx=slot if adjusts else -1,
-            mask_idx=slot if sequence.constraint is not None else -1,
+            mask_idx=slot if phase is not Phase.FREE else -1,
         )
         if adjusts and sequence.adjuster is not None:
             self._adjusted[sequence.seq_id] = sequence
@@ -108,23 +117,31 @@ class DeviceSampler:
 
     def leave(self, slot: int, sequence: Seq) -> None:
         self._adjusted.pop(sequence.seq_id, None)
+        self._followed.pop(sequence.seq_id, None)
         self._constrained.pop(sequence.seq_id, None)
         self._with_logprobs.pop(sequence.seq_id, None)
 
     @property
     def is_constrained(self) -> bool:
-        """Whether a sequence of the set has a grammar."""
+        """Whether a sequence of the set has a grammar that holds now."""
         return bool(self._constrained)
 
+    @property
+    def constraints(self) -> list[Constraint]:
+        """Those that hold now."""
+        return [seq.constraint for _, seq in self._constrained.values() if seq.constraint is not None]
+
     def set_masks(self, num_generated: Callable[[Seq], int]) -> None:
-        """What the grammars allow next, whose sequences' tokens the host has all seen: to be called before a step.
+        """What the grammars allow next, whose sequences' tokens the host has all seen: to be called before `sample`.
 
         `num_generated`: how many tokens a sequence has generated so far.
         """
         for slot, sequence in self._constrained.values():
             assert sequence.constraint is not None
-            words = sequence.constraint.allowed(num_generated(sequence))
-            self._masks.set_row(slot, words if words is not None else np.zeros(self._masks.words.shape[1], np.int32))
+            self._set_mask(slot, sequence.constraint.allowed(num_generated(sequence)))
+
+    def _set_mask(self, slot: int, words: Int32s | None) -> None:
+        self._masks.set_row(slot, words if words is not None else np.zeros(self._masks.words.shape[1], np.int32))
 
     def put(self, upload: StepUpload) -> None:
         """Changed records into the step's upload."""
@@ -188,16 +205,25 @@ class DeviceSampler:
                 items.append(LogprobItem(sequence.seq_id, generated=(entry,)))
         return items
 
-    def observe(self, rows: LaunchedRows, chosen: ChosenTokens) -> None:
-        """Tokens join the host's copy of what penalties count; the device's counts have them already."""
-        if not self._adjusted and not self._constrained:
-            return
+    def observe(self, rows: LaunchedRows, chosen: ChosenTokens) -> list[Seq]:
+        """Tokens join the host's copy of what penalties count; the device's counts have them already.
+
+        Returns the sequences whose grammars have begun to hold, or have ceased to forbid an end: they have to join again.
+        """
+        changed: list[Seq] = []
+        if not self._adjusted and not self._followed:
+            return changed
         for row, token_id, sound in zip(
             chosen.rows.tolist(), chosen.token_ids.tolist(), chosen.sound.tolist(), strict=True
         ):
             sequence = rows.sequences[row]
-            if sound and sequence.adjuster is not None:
-                sequence.adjuster.observe([token_id])
+            if not sound or sequence.adjuster is None:
+                continue
+            before = sequence.constraint.phase if sequence.constraint is not None else None
+            sequence.adjuster.observe([token_id])
+            if sequence.constraint is not None and sequence.constraint.phase is not before:
+                changed.append(sequence)
+        return changed
 
     def prompt_logprobs(self, part: PromptPart, hidden: torch.Tensor, model: GpuModel) -> PromptLogprobs:
         """Launch what computes them for a chunk's rows; keeps the row whose token is yet to come.

@@ -25,8 +25,10 @@ class _InFlight:
 class GpuStepLoop(OrderLoop):
     """Launches a step, then looks at the one before it.
 
-    While a sequence with a grammar is in the set, the other way round: what it may say next depends on the token before,
-    so each step waits for the host to have seen the last one.
+    While a grammar holds for a sequence of the set, the other way round: what it may say next depends on the token before,
+    so each step waits for the host to have seen the last one. Masks are computed while the step's layers run. A sequence
+    whose grammar begins at a token was launched beyond it before the host saw that: it joins the set again, which discards
+    what it said there.
     """
 
     takes_grammars = True
@@ -70,7 +72,7 @@ class GpuStepLoop(OrderLoop):
                 if sequence.ended_before is None:
                     self._decode.add(sequence)
         if is_constrained:
-            self._engine.set_masks()
+            self._constraints.prepare(self._engine.constraints)
         step = self._engine.launch(chunks, num_compute)
         self._in_flight.append(_InFlight(step, chunks, started_s))
         if len(self._in_flight) >= MAX_IN_FLIGHT:
@@ -118,7 +120,7 @@ class GpuStepLoop(OrderLoop):
             output.seq_ids, output.token_ids = rows.seq_ids[chosen.rows], chosen.token_ids
         else:
             output.seq_ids, output.token_ids = rows.seq_ids[chosen.rows[sound]], chosen.token_ids[sound]
-        self._engine.observe(item.step, chosen)
+        changed = self._engine.observe(item.step, chosen)
         ended = np.array(
             [
                 constraint is not None and bool(sound[i]) and constraint.has_ended
@@ -138,6 +140,10 @@ class GpuStepLoop(OrderLoop):
                 self._decode.remove(sequence)
                 sequence.is_paused = True
                 output.paused.append(sequence.seq_id)
+        for sequence in changed:
+            if sequence.is_live and sequence.row >= 0:
+                self._decode.remove(sequence)
+                self._decode.add(sequence)
 
 
 _NO_SEQ_IDS = np.zeros(0, np.uint64)

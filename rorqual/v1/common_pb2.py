@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17rorqual/v1/common.proto\x12\nrorqual.v1\"7\n\x0cTraceContext\x12\x13\n\x0btraceparent\x18\x01 \x01(\t\x12\x12\n\ntracestate\x18\x02 \x01(\t\"\xff\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12=\n\nlogit_bias\x18\t \x03(\x0b\x32).rorqual.v1.SamplingParams.LogitBiasEntry\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x17\n\nmin_tokens\x18\x0b \x01(\rH\x08\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\t\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\r \x01(\rH\n\x88\x01\x01\x12$\n\x07grammar\x18\x0e \x01(\x0b\x32\x13.rorqual.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"G\n\x07Grammar\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1b\n\x0e\x61\x66ter_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_after_token_id\"m\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x15\n\rtop_token_ids\x18\x04 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02\"\xa9\x01\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x31\n\x08metadata\x18\x04 \x03(\x0b\x32\x1f.rorqual.v1.Error.MetadataEntry\x12\r\n\x05\x66ield\x18\x05 \x01(\t\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"$\n\tHeartbeat\x12\x17\n\x0fstep_running_us\x18\x01 \x01(\x04\"\x88\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\x0c\x12\x15\n\rdeterministic\x18\x05 \x01(\x08\x12\x16\n\x0etakes_grammars\x18\x06 \x01(\x08*\xb1\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17rorqual/v1/common.proto\x12\nrorqual.v1\"7\n\x0cTraceContext\x12\x13\n\x0btraceparent\x18\x01 \x01(\t\x12\x12\n\ntracestate\x18\x02 \x01(\t\"\xff\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12=\n\nlogit_bias\x18\t \x03(\x0b\x32).rorqual.v1.SamplingParams.LogitBiasEntry\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x17\n\nmin_tokens\x18\x0b \x01(\rH\x08\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\t\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\r \x01(\rH\n\x88\x01\x01\x12$\n\x07grammar\x18\x0e \x01(\x0b\x32\x13.rorqual.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"{\n\x07Grammar\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1b\n\x0e\x61\x66ter_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x1d\n\x10opening_token_id\x18\x03 \x01(\rH\x01\x88\x01\x01\x42\x11\n\x0f_after_token_idB\x13\n\x11_opening_token_id\"m\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x15\n\rtop_token_ids\x18\x04 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02\"\xa9\x01\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x31\n\x08metadata\x18\x04 \x03(\x0b\x32\x1f.rorqual.v1.Error.MetadataEntry\x12\r\n\x05\x66ield\x18\x05 \x01(\t\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"$\n\tHeartbeat\x12\x17\n\x0fstep_running_us\x18\x01 \x01(\x04\"\x88\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\x0c\x12\x15\n\rdeterministic\x18\x05 \x01(\x08\x12\x16\n\x0etakes_grammars\x18\x06 \x01(\x08*\xb1\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_ERROR_METADATAENTRY']._loaded_options = None
   _globals['_ERROR_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1272
-  _globals['_FINISHREASON']._serialized_end=1449
+  _globals['_FINISHREASON']._serialized_start=1324
+  _globals['_FINISHREASON']._serialized_end=1501
   _globals['_TRACECONTEXT']._serialized_start=39
   _globals['_TRACECONTEXT']._serialized_end=94
   _globals['_SAMPLINGPARAMS']._serialized_start=97
@@ -44,15 +44,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=519
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=567
   _globals['_GRAMMAR']._serialized_start=738
-  _globals['_GRAMMAR']._serialized_end=809
-  _globals['_TOKENLOGPROBS']._serialized_start=811
-  _globals['_TOKENLOGPROBS']._serialized_end=920
-  _globals['_ERROR']._serialized_start=923
-  _globals['_ERROR']._serialized_end=1092
-  _globals['_ERROR_METADATAENTRY']._serialized_start=1045
-  _globals['_ERROR_METADATAENTRY']._serialized_end=1092
-  _globals['_HEARTBEAT']._serialized_start=1094
-  _globals['_HEARTBEAT']._serialized_end=1130
-  _globals['_MODELINFO']._serialized_start=1133
-  _globals['_MODELINFO']._serialized_end=1269
+  _globals['_GRAMMAR']._serialized_end=861
+  _globals['_TOKENLOGPROBS']._serialized_start=863
+  _globals['_TOKENLOGPROBS']._serialized_end=972
+  _globals['_ERROR']._serialized_start=975
+  _globals['_ERROR']._serialized_end=1144
+  _globals['_ERROR_METADATAENTRY']._serialized_start=1097
+  _globals['_ERROR_METADATAENTRY']._serialized_end=1144
+  _globals['_HEARTBEAT']._serialized_start=1146
+  _globals['_HEARTBEAT']._serialized_end=1182
+  _globals['_MODELINFO']._serialized_start=1185
+  _globals['_MODELINFO']._serialized_end=1321
 # @@protoc_insertion_point(module_scope)

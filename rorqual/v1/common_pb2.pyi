@@ -70,12 +70,14 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_tokens: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ...) -> None: ...
 
 class Grammar(_message.Message):
-    __slots__ = ("text", "after_token_id")
+    __slots__ = ("text", "after_token_id", "opening_token_id")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     AFTER_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    OPENING_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     text: str
     after_token_id: int
-    def __init__(self, text: _Optional[str] = ..., after_token_id: _Optional[int] = ...) -> None: ...
+    opening_token_id: int
+    def __init__(self, text: _Optional[str] = ..., after_token_id: _Optional[int] = ..., opening_token_id: _Optional[int] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("token_id", "logprob", "rank", "top_token_ids", "top_logprobs")

@@ -200,8 +200,8 @@ class TextEngine:
             grammar = None
             if constrains:
                 after = self._after_token(request, prompt)
-                text = await self.in_pool(lambda: self._compile(request, prompt), self._grammar_pool)
-                grammar = common_pb2.Grammar(text=text, after_token_id=after)
+                text, opening = await self.in_pool(lambda: self._compile(request, prompt), self._grammar_pool)
+                grammar = common_pb2.Grammar(text=text, after_token_id=after, opening_token_id=opening)
             self._check_prompt(prompt, options, field="messages" if is_chat else "prompt")
             if not (isinstance(request, text_pb2.CompleteRequest) and request.echo):
                 prompt = replace(prompt, text="")  # may be megabytes, and is not needed any more
@@ -379,15 +379,15 @@ class TextEngine:
         what = "structured output" if wants == "constraint" else "strict"
         raise _unsupported(f"{what} is not supported by what serves this model", field=wants)
 
-    def _compile(self, request: TextRequest, prompt: Prompt) -> str:
-        """The grammar of the answer, or of what follows its reasoning. In the grammars' pool."""
+    def _compile(self, request: TextRequest, prompt: Prompt) -> tuple[str, int | None]:
+        """(the grammar of the answer, or of what follows its reasoning; the token that opens what it holds for). In the grammars' pool."""
         assert self._grammars is not None
         options = request.options
         text = compile_constraint(options.constraint, self._grammars) if options.HasField("constraint") else None
         chat_format = self.builder.format_of(request) if isinstance(request, text_pb2.ChatRequest) else None
         if not isinstance(request, text_pb2.ChatRequest) or chat_format is None or not may_call(request):
             assert text is not None
-            return text
+            return text, None
         return compile_calls(request, chat_format, self.vocabulary.control, prompt, self._grammars, beside=text)
 
     def _after_token(self, request: TextRequest, prompt: Prompt) -> int | None:

@@ -14,7 +14,7 @@ from .constraint import fault_of, locate_fault, refuse
 from .control_tokens import ControlTokens
 from .conversation import may_call
 from .formats.base import ChatFormat
-from .formats.call_grammar import CallableTool, CallRules, UnenforceableError, call_grammar
+from .formats.call_grammar import CallableTool, CallRules, UnenforceableError, call_grammar, opening_token
 from .prompt import Prompt
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -47,8 +47,8 @@ def compile_calls(
     engine: GrammarEngine,
     *,
     beside: str | None,
-) -> str:
-    """The grammar's text, known to compile. INVALID_TOOLS, or CONSTRAINT_TOO_COMPLEX, names the place in a strict tool's
+) -> tuple[str, int | None]:
+    """(the grammar's text, known to compile; the token after which it holds, None where it always does). INVALID_TOOLS, or CONSTRAINT_TOO_COMPLEX, names the place in a strict tool's
     schema that is at fault.
 
     `beside`: the grammar of an answer that may come in place of calls. May take long: to be called off the event loop.
@@ -72,7 +72,7 @@ def compile_calls(
         try:
             text = call_grammar(chat_format, replace(rules, tools=trial), control)
             engine.compile(text)
-            return text
+            return text, opening_token(chat_format, control) if rules.after_text else None
         except UnenforceableError as error:
             index = next(index for index, tool in given if tool.name == error.tool_name)
             refuse(f"tools[{index}].function.parameters{error.path}", str(error), reason="INVALID_TOOLS")

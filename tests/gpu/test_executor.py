@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from executor.constraint import Constraints
 from executor.gpu.backend import SLAB_KEYS, GpuBackend
 from executor.kv_cache import LatentCache
 from executor.memory import MemoryMeter
@@ -21,8 +23,9 @@ from executor.weights import build_model
 from executor.weights.source import open_source
 from rorqual.core.config import ExecutorConfig
 from rorqual.kernels.loader import KernelLibrary
-from rorqual.v1 import executor_pb2
+from rorqual.v1 import common_pb2, executor_pb2
 from tests.support.executor_fakes import Received, admit, copy, drop, extend, prefill
+from tests.support.scripted_grammars import Scripted, fits
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 # By how much a token's logit may miss the largest, in standard deviations of the row, and in how many rows it may at all.
@@ -170,6 +173,49 @@ def test_deterministic_tokens_depend_on_nothing_around(deterministic: Loop) -> N
         resumed = loop.start(tokens + alone[:held], 60 - held, edges=edges, num_prompt=len(tokens), **sampling)
         loop.run()
         assert loop.received[resumed].token_ids == alone[held:]
+
+
+def test_grammars_beside_free_sequences(deterministic: Loop) -> None:
+    """Steps that wait for masks: graphs of the layers alone, and steps with chunks. Nobody else's token changes."""
+    loop = deterministic
+    vocab_size = 8192
+    histories = prompts(12, 9)
+    alone = []
+    for tokens in histories:
+        seq_id = loop.start(tokens, 40)
+        loop.run()
+        alone.append(loop.received[seq_id].token_ids)
+    rng = random.Random(4)
+    loop.loop.use_constraints(Constraints(Scripted(vocab_size, 1), vocab_size))  # type: ignore[arg-type]
+    free: list[int] = []
+    held: dict[int, tuple[list[int], str]] = {}
+    for tokens in histories:
+        free.append(loop.start(tokens, 40))
+        text = ";".join(
+            ",".join(str(rng.randrange(2, vocab_size)) for _ in range(5)) for _ in range(rng.randint(1, 30))
+        )
+        # Every third begins where its free answer has come to a token: what was launched beyond it is discarded.
+        begins = 7 if len(held) % 3 == 0 and alone[len(held)][6] not in alone[len(held)][:6] else 0
+        opening = alone[len(held)][6] if begins else None
+        grammar = common_pb2.Grammar(text=text, opening_token_id=opening)
+        sampling = {"grammar": grammar, "stop_token_ids": [1]} | ({} if begins else {"temperature": 1.0, "seed": 3})
+        held[loop.start(tokens, 40, **sampling)] = alone[len(held)][:begins], text
+        for _ in range(rng.randint(0, 8)):
+            loop.loop.run_once()
+    for _ in range(200):
+        loop.run()
+        if all(seq_id in loop.received.sequences and loop.received[seq_id].finish for seq_id in held):
+            break
+        time.sleep(0.01)
+    assert any(first for first, _ in held.values())
+    for seq_id, (first, text) in held.items():
+        entry = loop.received[seq_id]
+        assert entry.token_ids[: len(first)] == first
+        assert len(entry.token_ids) - len(first) == len(text.split(";"))
+        assert fits(entry.token_ids[len(first) :], text)
+        assert entry.finish == common_pb2.FINISH_REASON_STOP
+    for seq_id, expected in zip(free, alone, strict=True):
+        assert loop.received[seq_id].token_ids == expected
 
 
 def test_slabs_of_keys_change_no_bit(deterministic: Loop, device: torch.device) -> None:

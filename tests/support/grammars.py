@@ -25,11 +25,10 @@ def engine_of(vocabulary: Vocabulary) -> GrammarEngine:
         return GrammarEngine(path, vocabulary.size)
 
 
-def begin(
-    vocabulary: Vocabulary, text: str, after: int | None = None, *, stops: tuple[int, ...] = (EOS,)
-) -> Constraint:
+def begin(vocabulary: Vocabulary, text: str, after: int | None = None, opening: int | None = None) -> Constraint:
     """A constraint whose grammar has been compiled."""
-    constraint = Constraints(engine_of(vocabulary), vocabulary.size).begin(GrammarSpec(text, after), stops, 0)
+    spec = GrammarSpec(text, after, opening)
+    constraint = Constraints(engine_of(vocabulary), vocabulary.size).begin(spec, (EOS,), 0)
     constraint._future.exception(timeout=30)
     return constraint
 

@@ -17,6 +17,7 @@ from services.tokenizer.constraint import compile_constraint
 from services.tokenizer.control_tokens import ControlTokens
 from services.tokenizer.formats import FORMATS
 from services.tokenizer.formats.base import Thinking
+from services.tokenizer.formats.call_grammar import opening_token
 from services.tokenizer.formats.output import OutputSyntax
 from services.tokenizer.formats.reasoning import Start
 from services.tokenizer.prompt import Prompt, PromptBuilder, reasons_first
@@ -70,7 +71,8 @@ def grammar_of(
     """(the grammar, the prompt, the token that it begins after), as the service puts them together."""
     vocabulary, chat_format = vocabulary_of(format_name), FORMATS[format_name]
     prompt = builder(format_name).chat(request, time_unix_s=0, constrains=True)
-    text = compile_calls(request, chat_format, vocabulary.control, prompt, engine_of(vocabulary), beside=beside)
+    engine = engine_of(vocabulary)
+    text, _ = compile_calls(request, chat_format, vocabulary.control, prompt, engine, beside=beside)
     reasons = not prompt.forced_ids and reasons_first(chat_format, prompt.start)
     return text, prompt, vocabulary.think_ids[1] if reasons else None
 
@@ -143,15 +145,14 @@ def test_any_text_or_strict_calls(format_name: str) -> None:
     thinking = False if FORMATS[format_name].thinking is Thinking.SWITCH else None
     request = ask(thinking=thinking)
     text, _, after = grammar_of(format_name, request)
-    constraint = begin(vocabulary, text, after)
+    opening = opening_token(FORMATS[format_name], vocabulary.control)
+    assert opening in vocabulary.encode(shape.begin)
+    constraint = begin(vocabulary, text, after, opening)
     if after is not None:
+        assert EOS not in allowed(constraint, vocabulary.size)
         constraint.observe([after])
-    # It may end before it has begun, say anything, and open a call where the format opens one.
-    choices = set(allowed(constraint, vocabulary.size))
-    assert EOS in choices
-    tokens = vocabulary.control_ids - set(vocabulary.encode(shape.opening[0]))
-    hidden = {i for i in tokens if vocabulary.raw_text.bytes_of(i).decode() in CONTROL}
-    assert not choices & hidden
+    # It may end before it has begun, and say anything: only what follows the opening token is bound.
+    assert len(allowed(constraint, vocabulary.size)) == vocabulary.size
     plain = vocabulary.encode("a <b> </c> \n\n< 写")
     constraint.observe(plain)
     assert not constraint.error
@@ -242,7 +243,9 @@ def test_marks_that_the_vocabulary_lacks_are_spelled(format_name: str) -> None:
     )
     for request in (ask(tool_choice=REQUIRED), ask()):
         prompt = prompts.chat(request, time_unix_s=0, constrains=True)
-        text = compile_calls(request, chat_format, vocabulary.control, prompt, engine_of(vocabulary), beside=None)
+        engine = engine_of(vocabulary)
+        text, opening = compile_calls(request, chat_format, vocabulary.control, prompt, engine, beside=None)
+        assert opening is None
         constraint = begin(vocabulary, text)
         ids = list(prompt.forced_ids)
         if not ids:

@@ -153,6 +153,27 @@ def test_tokens_alone_rebuild_it(engine: GrammarEngine) -> None:
     assert rebuilt.has_ended
 
 
+@pytest.mark.parametrize("after", [None, 500])
+def test_masks_of_another_thread_are_the_same(engine: GrammarEngine, after: int | None) -> None:
+    constraints = Constraints(engine, VOCAB)
+    text = json_grammar({"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 3})
+    ids = walk(begin(engine, text), 3)
+    plain, prepared = ([begin(engine, text, after) for _ in range(5)] for _ in range(2))
+    for many in (plain, prepared):
+        for constraint in many:
+            constraint.observe([500] if after else [])
+    for cut in range(len(ids)):
+        constraints.prepare(prepared)
+        if cut % 3 == 2:  # one that is asked for nothing before its next token
+            prepared[0].observe(ids[cut : cut + 1])
+        for one, other in zip(plain[1:], prepared[1:], strict=True):
+            assert allowed(one, cut) == allowed(other, cut)
+        for constraint in [*plain, *prepared[cut % 3 == 2 :]]:
+            constraint.observe(ids[cut : cut + 1])
+    assert all(constraint.has_ended for constraint in (*plain, *prepared))
+    constraints.prepare(prepared)  # which have nothing more to say
+
+
 def test_a_history_that_does_not_fit_is_a_fault(engine: GrammarEngine) -> None:
     constraint = begin(engine, regex_grammar("a"))
     constraint.observe([5000])

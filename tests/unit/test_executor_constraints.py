@@ -2,76 +2,32 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any
 
-import numpy as np
 import pytest
 
 from executor.constraint import Constraints
-from rorqual.grammar import GrammarError
 from rorqual.v1 import common_pb2
 from tests.support.executor_fakes import VOCAB, Driven, admit, drop, extend, prefill
 from tests.support.gpu_fakes import DrivenGpu
+from tests.support.scripted_grammars import Scripted, fits
 
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
 EOS = 96
 
 
-class Steps:
-    """A matcher of the sequences in which each token is one of the next set; the last set may be left out."""
-
-    def __init__(self, sets: list[set[int]], optional: bool) -> None:
-        self._sets, self._optional, self._at, self._is_bad = sets, optional, 0, False
-
-    def consume_token(self, token_id: int) -> bool:
-        self._is_bad = self._is_bad or self._at >= len(self._sets) or token_id not in self._sets[self._at]
-        self._at += 1
-        return not self._is_bad
-
-    def compute_bitmask(self) -> bytes:
-        bits = np.zeros(-(-VOCAB // 32) * 32, np.uint8)
-        bits[list(self._sets[self._at] if self._at < len(self._sets) else ())] = 1
-        return np.packbits(bits, bitorder="little").tobytes()
-
-    def is_accepting(self) -> bool:
-        return self._at >= len(self._sets) - self._optional
-
-    def is_stopped(self) -> bool:
-        return self._is_bad or self._at == len(self._sets)
-
-    def is_error(self) -> bool:
-        return self._is_bad
-
-
-class Scripted:
-    """An engine whose grammars are written "1,2;5,6;" for one of 1 and 2, then one of 5 and 6."""
-
-    end_id = EOS
-
-    def __init__(self) -> None:
-        self.may_compile = threading.Event()
-        self.may_compile.set()
-
-    def compile(self, text: str) -> Any:
-        self.may_compile.wait(10)
-        if text == "bad":
-            raise GrammarError("it is bad")
-        sets = [{int(i) for i in part.split(",")} for part in text.rstrip("?").split(";")]
-        return Steps(sets, text.endswith("?"))
-
-
 @pytest.fixture(params=[Driven, DrivenGpu])
 def d(request: pytest.FixtureRequest) -> Any:
     driven = request.param()
-    driven.engine = Scripted()
+    driven.engine = Scripted(VOCAB, EOS)
     driven.loop.use_constraints(Constraints(driven.engine, VOCAB))
     return driven
 
 
-def grammar(text: str, after: int | None = None) -> dict[str, Any]:
-    return {"grammar": common_pb2.Grammar(text=text, after_token_id=after), "stop_token_ids": [EOS]}
+def grammar(text: str, after: int | None = None, opening: int | None = None) -> dict[str, Any]:
+    made = common_pb2.Grammar(text=text, after_token_id=after, opening_token_id=opening)
+    return {"grammar": made, "stop_token_ids": [EOS]}
 
 
 def run(d: Any) -> Any:
@@ -83,11 +39,6 @@ def run(d: Any) -> Any:
             break
         time.sleep(0.01)
     return d.report()
-
-
-def fits(token_ids: list[int], text: str) -> bool:
-    sets = [{int(i) for i in part.split(",")} for part in text.rstrip("?").split(";")]
-    return len(token_ids) <= len(sets) and all(t in s for t, s in zip(token_ids, sets, strict=False))
 
 
 TEXT = ";".join(",".join(str(i * 5 + j) for j in range(4)) for i in range(8))
@@ -145,6 +96,46 @@ def test_it_begins_after_a_token(d: Any) -> None:
     assert r[1].token_ids[:3] == free
     assert fits(r[1].token_ids[3:], "1,2;3,4")
     assert len(r[1].token_ids) == 5
+
+
+def test_it_begins_after_an_opening_token(d: Any) -> None:
+    """What was launched beyond it, where a loop does that, is nowhere to be seen; those beside it go on."""
+    prompt, other = list(range(10)), list(range(40, 60))
+    free = d.model.continuation(prompt, 40)
+    assert free[5] not in free[:5]
+    d.order(admit(2, other, [2], max_total=60), prefill(2, other))
+    d.order(admit(1, prompt, [0], max_total=60, **grammar("1,2;3,4;5,6", opening=free[5])), prefill(1, prompt))
+    r = run(d)
+    assert r[1].token_ids[:6] == free[:6]
+    assert fits(r[1].token_ids[6:], "1,2;3,4;5,6")
+    assert (len(r[1].token_ids), r[1].finish) == (9, STOP)
+    assert r[2].token_ids == d.model.continuation(other, 40)
+    # One that never comes binds nothing, an end neither; one after another token counts only after it.
+    d.order(admit(3, prompt, [1], max_total=40, **grammar("1,2", opening=95)), prefill(3, prompt))
+    after = grammar("1,2;3,4", after=free[2], opening=free[5])
+    d.order(admit(4, prompt, [3], max_total=60, **after), prefill(4, prompt))
+    r = run(d)
+    assert (r[3].token_ids, r[3].finish) == (free[: free.index(EOS) + 1], STOP)
+    assert r[4].token_ids[:6] == free[:6]
+    assert fits(r[4].token_ids[6:], "1,2;3,4")
+    assert len(r[4].token_ids) == 8
+
+
+def test_penalties_and_min_tokens_count_as_without_a_grammar(d: Any) -> None:
+    """A sequence that joins again keeps its counts; before its grammar holds its stop tokens are as others'."""
+    prompt = list(range(10))
+    spec: dict[str, Any] = {"max_total": 60, "frequency_penalty": 1.5, "min_tokens": 12, "logit_bias": {EOS: 100.0}}
+    d.order(admit(1, prompt, [0], stop_token_ids=[EOS], **spec), prefill(1, prompt))
+    plain = run(d)[1].token_ids
+    assert plain[12:] == [EOS]
+    assert plain[4] not in plain[:4]
+    d.order(admit(2, prompt, [1], **spec, **grammar("1,2", opening=95)), prefill(2, prompt))
+    d.order(admit(3, prompt, [2], **spec, **grammar(";".join(["7,8"] * 20), opening=plain[4])), prefill(3, prompt))
+    r = run(d)
+    assert r[2].token_ids == plain
+    assert r[3].token_ids[:5] == plain[:5]
+    assert set(r[3].token_ids[5:]) <= {7, 8}
+    assert len(r[3].token_ids) == 25
 
 
 @pytest.mark.parametrize("cached", [0, 64])

@@ -116,7 +116,16 @@ class CallRules:
     has_begun: bool = False  # the prompt ends with what begins the first call
     has_name: bool = False  # and with its name, the only tool's
     beside: str | None = None  # the grammar of an answer that may come instead of calls
-    after_text: bool = False  # calls may be left out, and may follow any text
+    after_text: bool = False  # calls may be left out, and may follow any text; see `opening_token`
+
+
+def opening_token(chat_format: ChatFormat, control: ControlTokens) -> int | None:
+    """The token that opens a block of calls, after which alone a grammar of calls that may be left out holds.
+
+    None where the vocabulary has none for the mark: then the grammar is that of the whole text.
+    """
+    shape = chat_format.shape
+    return control.ids.get(shape.opening[0].lstrip("<")) or control.ids.get(shape.opening[0]) if shape else None
 
 
 def call_grammar(chat_format: ChatFormat, rules: CallRules, control: ControlTokens) -> str:
@@ -145,6 +154,8 @@ def call_grammar(chat_format: ChatFormat, rules: CallRules, control: ControlToke
         return out.grammar(rest)
     if rules.after_text:
         tag, begins = shape.opening
+        if opening_token(chat_format, control) is not None:
+            return out.grammar(f"{out.literal(begins)} {rest}")
         text = out.text_without(tag)
         return out.grammar(f"{text} | {out.text_until(ANY_TEXT, tag)} {out.literal(begins)} {rest}")
     # A model that has reasoned puts an empty line between that and what it says.
