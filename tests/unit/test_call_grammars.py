@@ -326,7 +326,7 @@ def test_raw_strings_hold_what_tags_look_like(value: str) -> None:
     request.tools[0].parameters_json = json.dumps({"properties": {"s": {"type": "string"}}, "required": ["s"]})
     vocabulary = vocabulary_of("deepseek-v4")
     text, _, _ = grammar_of("deepseek-v4", request)
-    constraint = begin(vocabulary, text)
+    constraint = begin(vocabulary, text, opening=opening_token(FORMATS["deepseek-v4"], vocabulary.control))
     made = (
         '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n'
         f'<｜DSML｜parameter name="s" string="true">{value}</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
