@@ -467,3 +467,23 @@ async def test_a_constraint_leaves_the_reasoning_free(format_name: str, switch: 
     assert grammar.HasField("after_token_id") == reasons
     if reasons:
         assert grammar.after_token_id == tiny().encode("</think>")[0]
+
+
+@pytest.mark.parametrize("format_name", SERVED)
+async def test_what_a_grammar_of_calls_holds_for(format_name: str) -> None:
+    """Demanded: from the call's beginning, in the prompt or after the reasoning. Strict: from the token that opens one."""
+    shape = FORMATS[format_name].shape
+    assert shape is not None
+    async with serve(format_name, "x") as stack:
+        await hear(stack.stub.Chat(ask(tool_choice=mode(text_pb2.TOOL_CHOICE_MODE_REQUIRED))))
+        strict = ask()
+        strict.tools[0].strict = True
+        await hear(stack.stub.Chat(strict))
+        await hear(stack.stub.Chat(ask(parallel_tool_calls=False)))
+        demanded, may_call, plain = (request.sampling for request in stack.scheduler.seen.opened)
+    reasons = format_name == "deepseek-r1-0528"
+    assert "get_weather" in demanded.grammar.text
+    assert demanded.grammar.HasField("after_token_id") == may_call.grammar.HasField("after_token_id") == reasons
+    assert not demanded.grammar.HasField("opening_token_id")
+    assert may_call.grammar.opening_token_id in tiny().encode(shape.opening[0])
+    assert not plain.HasField("grammar")
