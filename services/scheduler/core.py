@@ -595,8 +595,13 @@ class SchedulerCore:
         )
         # The executor makes one token of a prompt that is only scored, which nobody sees.
         max_total = total_tokens_bound(request, model, capacities) + seq.scores_prompt_only
-        if seq.started and (not seq.is_open_ended or max_total <= seq.num_tokens):
-            max_total = seq.max_total
+        if seq.started or request.is_resume:
+            # What has begun and whose end is ours to choose goes as far as it fits; what was promised stays.
+            longest = max((capacity.longest for capacity in capacities), default=max_total)
+            if longest > seq.num_tokens and (seq.is_open_ended or not seq.started):
+                max_total = min(max_total, longest)
+            elif seq.started:
+                max_total = seq.max_total
         max_blocks = blocks_for(max_total - 1)
         if capacities and not any(capacity.holds(max_total, max_blocks) for capacity in capacities):
             return capacity_error(request, max_total, capacities)

@@ -335,12 +335,11 @@ class World:
             assert event.stop_token_id in client.proto.sampling.stop_token_ids
 
     def _longest_now(self, proto: generation_pb2.GenerateRequest) -> int:
-        """How long the history of `proto`, which names no end within reach, could become on the executors that are here."""
+        """How long the history of `proto`, which names no end within reach, could at least become on the executors here."""
         longest = 0
         for sim in (link.sim for link in self.links.values()):
             if sim.config.takes_grammars or not proto.sampling.HasField("grammar"):
-                fits = sim.config.max_model_len if proto.HasField("max_tokens") else sim.num_blocks * BLOCK_SIZE + 1
-                longest = max(longest, min(sim.config.max_model_len, fits))
+                longest = max(longest, min(sim.config.max_model_len, sim.num_blocks * BLOCK_SIZE + 1))
         return longest
 
     def _check_error(self, client: Client) -> None:

@@ -922,6 +922,22 @@ def test_the_head_of_the_queue_may_fit_elsewhere_when_a_larger_executor_left() -
     assert len(running.tokens) == 900
 
 
+def test_an_end_that_was_the_models_is_never_out_of_reach() -> None:
+    world, short = make_world(num_blocks=60, max_model_len=350, executor_id="short")
+    client = world.open(make_proto(100, max_tokens=400))
+    turn(world, short)
+    turn(world, short)
+    sim = world.lose(short)
+    small = world.connect(make_sim(num_blocks=6, max_model_len=700, executor_id="small"))
+    short = world.connect(sim)
+    turn(world, small)
+    world.run_to_end()
+    assert len(client.tokens) == 6 * BLOCK_SIZE + 1 - 100, "neither takes 500 tokens, one takes more than 350"
+    resumed = world.resume(client, 50)
+    world.run_to_end()
+    assert resumed.tokens == client.tokens[50:], "nor is it refused when it is opened again"
+
+
 def test_grammars_go_where_they_are_taken() -> None:
     grammar = {"grammar": common_pb2.Grammar(text="root ::= .*")}
     world, plain = make_world(executor_id="plain")
