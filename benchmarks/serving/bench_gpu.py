@@ -485,10 +485,12 @@ class Record:
         return peer
 
     def take_kernels(self, path: Path) -> None:
-        """Rows of benchmarks/kernels/bench.py's record."""
+        """Rows of benchmarks/kernels/bench.py's record, in place of those of the same kernels."""
         keys = ("name", "shape", "us", "roofline_share", "peer_us", "ratio")
         record = json.loads(path.read_text())
-        self.value["kernels"] = [{k: row.get(k) for k in keys} for row in record["kernels"]]
+        rows = [{k: row.get(k) for k in keys} for row in record["kernels"]]
+        names = {row["name"] for row in rows}
+        self.value["kernels"] = rows + [row for row in self.value.get("kernels", []) if row["name"] not in names]
         self.value["kernels_commit"] = record.get("commit")
         self.write()
 

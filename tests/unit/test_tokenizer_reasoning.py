@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rorqual.core.control_tokens import is_control_token
 from services.tokenizer.formats.events import Kind
-from services.tokenizer.formats.marks import END_THINK, THINK, Marks, is_hidden_in_chat
+from services.tokenizer.formats.marks import END_THINK, THINK, Marks
 from services.tokenizer.formats.output import OutputParser, OutputSyntax
 from services.tokenizer.formats.reasoning import Start, start_of
 
@@ -112,4 +113,4 @@ def test_start_comes_from_the_last_control_token(
     ],
 )
 def test_what_looks_like_a_control_token_is_hidden(token: str, hidden: bool) -> None:
-    assert is_hidden_in_chat(token) is hidden
+    assert is_control_token(token) is hidden
