@@ -189,17 +189,18 @@ def test_grammars_beside_free_sequences(deterministic: Loop) -> None:
     loop.loop.use_constraints(Constraints(Scripted(vocab_size, 1), vocab_size))  # type: ignore[arg-type]
     free: list[int] = []
     held: dict[int, tuple[list[int], str]] = {}
-    for tokens in histories:
+    for tokens, answer in zip(histories, alone, strict=True):
         free.append(loop.start(tokens, 40))
         text = ";".join(
             ",".join(str(rng.randrange(2, vocab_size)) for _ in range(5)) for _ in range(rng.randint(1, 30))
         )
-        # Every third begins where its free answer has come to a token: what was launched beyond it is discarded.
-        begins = 7 if len(held) % 3 == 0 and alone[len(held)][6] not in alone[len(held)][:6] else 0
-        opening = alone[len(held)][6] if begins else None
+        # Every third begins where its free answer has come to a token: what was launched beyond it is discarded. (The
+        # answer must not have met that token before, nor the end, which nothing forbids up to there.)
+        begins = 7 if len(held) % 3 == 0 and answer[6] not in answer[:6] and 1 not in answer[:7] else 0
+        opening = answer[6] if begins else None
         grammar = common_pb2.Grammar(text=text, opening_token_id=opening)
         sampling = {"grammar": grammar, "stop_token_ids": [1]} | ({} if begins else {"temperature": 1.0, "seed": 3})
-        held[loop.start(tokens, 40, **sampling)] = alone[len(held)][:begins], text
+        held[loop.start(tokens, 40, **sampling)] = answer[:begins], text
         for _ in range(rng.randint(0, 8)):
             loop.loop.run_once()
     for _ in range(200):
