@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from rorqual.kernels.loader import DEFAULT_PATH, KernelLibrary, load
+
+
+def pytest_configure() -> None:
+    # Oracles compute on the CPU: workers that each take all cores take minutes for what one does in seconds.
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
