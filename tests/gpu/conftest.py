@@ -11,12 +11,6 @@ import torch
 from rorqual.kernels.loader import DEFAULT_PATH, KernelLibrary, load
 
 
-def pytest_configure() -> None:
-    # Oracles compute on the CPU: workers that each take all cores take minutes for what one does in seconds.
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
@@ -27,6 +21,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> torch.device:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
+    # Oracles compute on the CPU: workers that each take all cores take minutes for what one does in seconds.
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
     return torch.device("cuda", torch.cuda.current_device())
 
 
