@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -117,6 +117,19 @@ def test_products(layer: Layer, library: KernelLibrary, generator: torch.Generat
         counts = torch.bincount(ids.flatten().long(), minlength=layer.num_experts)
         starts = layer.workspace.expert_starts
         assert torch.equal(starts[1:] - starts[:-1], counts.to(torch.int32))
+
+
+@pytest.mark.parametrize("num_tokens", [8191, 16384])
+def test_large_steps(layer: Layer, library: KernelLibrary, generator: torch.Generator, num_tokens: int) -> None:
+    if layer.name == "v3":
+        pytest.skip("the big layer takes few sizes")
+    width, top_k = layer.gate_up.shape[1] // 2, layer.workspace.top_k
+    workspace = experts.make_experts_workspace(16384, top_k, layer.num_experts, layer.hidden, width, layer.down.device)
+    layer = replace(layer, workspace=workspace)
+    x, ids = randn((num_tokens, layer.hidden), generator), random_ids(layer, num_tokens, generator)
+    poison(layer.workspace)
+    experts.moe_experts(x, ids, layer.gate_up, layer.down, layer.workspace, library=library)
+    check_y(layer, x, ids)
 
 
 OPTIONS = [{"group_tokens": n, "even": even} for n in (8, 24, 64, 128, 200, 256) for even in (False, True)]
