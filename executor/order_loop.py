@@ -25,6 +25,7 @@ from rorqual.v1 import common_pb2, executor_pb2
 
 from .constraint import Constraints
 from .errors import OrderError
+from .inbox import Inbox
 from .inventory import BlockInventory, InventoryEntry
 from .orders import Admit, Copy, Drop, Extend, Ids, Label, OrderBatch, Prefill, read_batch
 from .reports import EndedSequence, Outbox, StepOutput, StepStats
@@ -144,10 +145,7 @@ class OrderLoop(abc.ABC):
         self._step_id = 0
         self._last_batch_id = 0
 
-        self._wake = threading.Condition()
-        self._pending: deque[OrderBatch] = deque()
-        self._reset_request: Future[list[InventoryEntry]] | None = None
-        self._stopping = False
+        self._inbox: Inbox[OrderBatch] = Inbox()
         self._released = False  # a grammar was compiled: chunks that are held may run
         self._refusing = False  # an order error ended the link: nothing is applied before the next reset
         self._step_started_s = 0.0
@@ -169,9 +167,8 @@ class OrderLoop(abc.ABC):
     # Called from other threads.
 
     def _grammar_ready(self) -> None:
-        with self._wake:
-            self._released = True
-            self._wake.notify()
+        self._released = True
+        self._inbox.wake()
 
     def start(self, prepare: Callable[[], T]) -> Future[T]:
         """Run `prepare` on the loop's thread, then step. Resolves to what `prepare` returned."""
@@ -182,9 +179,7 @@ class OrderLoop(abc.ABC):
 
     def stop(self, timeout_s: float = 30.0) -> None:
         """End after the present step."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
+        self._inbox.stop()
         if self._thread is not None:
             self._thread.join(timeout_s)
 
@@ -194,18 +189,11 @@ class OrderLoop(abc.ABC):
 
     def submit(self, batch: OrderBatch) -> None:
         """Apply `batch` at the next step boundary, after those submitted before."""
-        with self._wake:
-            self._pending.append(batch)
-            self._wake.notify()
+        self._inbox.put(batch)
 
     def reset(self) -> Future[list[InventoryEntry]]:
         """Drop every sequence at the next boundary and forget pending orders; resolves to the labelled blocks."""
-        with self._wake:
-            self._pending.clear()
-            if self._reset_request is None:
-                self._reset_request = Future()
-            self._wake.notify()
-            return self._reset_request
+        return self._inbox.reset()
 
     def step_running_us(self) -> int:
         """How long the present step has run; 0 when idle."""
@@ -223,12 +211,9 @@ class OrderLoop(abc.ABC):
             prepared.set_exception(error)
             return
         try:
-            while not self._stopping:
-                if self.run_once():
-                    continue
-                with self._wake:
-                    while not (self._pending or self._reset_request or self._stopping or self._released):
-                        self._wake.wait()
+            while not self._inbox.is_stopped:
+                if not self.run_once():
+                    self._inbox.wait()
         except BaseException as error:
             _log.critical("the step loop ended", exc_info=error)
             self.on_crash(error)
@@ -236,11 +221,12 @@ class OrderLoop(abc.ABC):
     @torch.inference_mode()
     def run_once(self) -> bool:
         """Apply what is pending, then step if there is work. Returns whether there was."""
-        if self._reset_request is not None:
+        if (request := self._inbox.take_reset()) is not None:
             while self._finish_step_in_flight():
                 pass
             self._drop_all()
-        applied = self._apply_pending() if self._pending else False
+            request.answer(self.inventory.entries())
+        applied = self._apply_pending()
         if self._ready:
             self._fill_rows()
         if self._released:
@@ -256,9 +242,6 @@ class OrderLoop(abc.ABC):
         return True
 
     def _drop_all(self) -> None:
-        with self._wake:
-            request, self._reset_request = self._reset_request, None
-            self._pending.clear()
         for sequence in list(self._sequences.values()):
             self._end(sequence, "link lost")
         self._chunks.clear()
@@ -267,26 +250,19 @@ class OrderLoop(abc.ABC):
         self._last_batch_id = 0
         self._refusing = False
         self.outbox.reset()
-        if request is not None and request.set_running_or_notify_cancel():  # a link that is ended waits for no answer
-            request.set_result(self.inventory.entries())
 
     def _apply_pending(self) -> bool:
         applied = False
-        while self._pending and not self._refusing:
-            with self._wake:
-                if not self._pending:  # a reset emptied it
-                    break
-                batch = self._pending.popleft()
+        while (batch := self._inbox.take()) is not None:
+            if self._refusing:
+                continue
             try:
                 self._apply(batch)
                 applied = True
             except OrderError as error:
                 self._refusing = True
                 self.on_order_error(error)
-        if self._refusing:
-            self._pending.clear()
-            return False
-        return applied
+        return applied and not self._refusing
 
     def _apply(self, batch: OrderBatch) -> None:
         if batch.batch_id != self._last_batch_id + 1:

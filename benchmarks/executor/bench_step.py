@@ -142,7 +142,7 @@ class Bench:
             seq_id, free = self.admit(context, steps + 40, free)
             seq_ids.append(seq_id)
         loop = self.loop
-        while loop._chunks or loop._pending or (len(loop._in_flight) and loop._in_flight[-1].chunks):
+        while loop._chunks or loop._inbox or (len(loop._in_flight) and loop._in_flight[-1].chunks):
             loop.run_once()
         for _ in range(5):
             loop.run_once()
@@ -220,7 +220,7 @@ class Bench:
 
             engine.launch = timed  # type: ignore[method-assign]
             started_s = time.perf_counter()
-            while self.loop._chunks or self.loop._pending or not spent:
+            while self.loop._chunks or self.loop._inbox or not spent:
                 self.loop.run_once()
             while self.loop._in_flight:
                 self.loop._finish_step_in_flight()
@@ -245,7 +245,7 @@ class Bench:
             seq_id, free = self.admit(context, 64, free)
             seq_ids.append(seq_id)
         loop = self.loop
-        while loop._chunks or loop._pending:
+        while loop._chunks or loop._inbox:
             loop.run_once()
         for _ in range(4):
             loop.run_once()
@@ -255,7 +255,7 @@ class Bench:
                 for _ in range(prompts):
                     seq_id, free = self.admit(length, 8, free)
                     seq_ids.append(seq_id)
-                while loop._chunks or loop._pending:
+                while loop._chunks or loop._inbox:
                     loop.run_once()
             else:
                 for _ in range(4):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from rorqual.v1 import executor_pb2
 
 from ..errors import OrderError
+from ..inbox import Inbox
 from ..inventory import InventoryEntry
 from ..reports import EndedSequence, StepStats
 from .device import SimExecutor, SimStep, make_report
@@ -101,10 +102,7 @@ class SimLoop:
         self._in_flight: deque[_InFlight] = deque()
         self._idle_since_s = 0.0
         self._num_paused = 0  # while idle
-        self._wake = threading.Condition()
-        self._pending: deque[executor_pb2.OrderBatch] = deque()
-        self._reset_request: Future[list[InventoryEntry]] | None = None
-        self._stopping = False
+        self._inbox: Inbox[executor_pb2.OrderBatch] = Inbox()
         self._thread: threading.Thread | None = None
 
     # Called from other threads.
@@ -115,26 +113,17 @@ class SimLoop:
 
     def stop(self) -> None:
         """End after the present step."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
+        self._inbox.stop()
         if self._thread is not None:
             self._thread.join(30.0)
 
     def receive(self, message: executor_pb2.OrderBatch) -> None:
         """Apply a batch at the next step boundary, after those received before."""
-        with self._wake:
-            self._pending.append(message)
-            self._wake.notify()
+        self._inbox.put(message)
 
     def reset(self) -> Future[list[InventoryEntry]]:
         """Drop every sequence at the next boundary and forget pending orders; resolves to the labelled blocks."""
-        with self._wake:
-            self._pending.clear()
-            if self._reset_request is None:
-                self._reset_request = Future()
-            self._wake.notify()
-            return self._reset_request
+        return self._inbox.reset()
 
     def step_running_us(self) -> int:
         """How long the present step has run; 0 when idle."""
@@ -148,21 +137,23 @@ class SimLoop:
 
     def _run(self) -> None:
         try:
-            while not self._stopping:
-                if self.run_once():
-                    continue
-                with self._wake:
-                    while not (self._pending or self._reset_request or self._stopping):
-                        self._wake.wait()
+            while not self._inbox.is_stopped:
+                if not self.run_once():
+                    self._inbox.wait()
         except BaseException as error:
             _log.critical("the step loop ended", exc_info=error)
             self.on_crash(error)
 
     def run_once(self) -> bool:
         """Apply what is pending, then launch a step, or wait for the oldest. Returns whether there was one."""
-        if self._reset_request is not None:
-            self._reset()
-        self._apply_pending()
+        if (request := self._inbox.take_reset()) is not None:
+            while self._in_flight:
+                self._finish_step()
+            self.device.reset()
+            self.outbox.reset()
+            request.answer(self.device.inventory())
+        while (batch := self._inbox.take()) is not None:
+            self.device.apply(batch)
         if self.device.has_work:
             self._launch()
             if len(self._in_flight) >= MAX_IN_FLIGHT:
@@ -175,25 +166,6 @@ class SimLoop:
         if self.outbox.applied(self.device.last_batch_id):
             self.on_output()
         return False
-
-    def _reset(self) -> None:
-        with self._wake:
-            request, self._reset_request = self._reset_request, None
-            self._pending.clear()
-        while self._in_flight:
-            self._finish_step()
-        self.device.reset()
-        self.outbox.reset()
-        if request is not None and request.set_running_or_notify_cancel():
-            request.set_result(self.device.inventory())
-
-    def _apply_pending(self) -> None:
-        while self._pending:
-            with self._wake:
-                if not self._pending:  # a reset emptied it
-                    break
-                batch = self._pending.popleft()
-            self.device.apply(batch)
 
     def _launch(self) -> None:
         start_s = self._monotonic_s()

@@ -266,7 +266,7 @@ async def test_a_step_that_hangs_while_the_link_is_lost_ends_before_the_next_hel
         scheduler.order(admit(1, TOKENS, [0, 1], max_total=75), prefill(1, TOKENS))
         await asyncio.to_thread(model.entered.wait, 20.0)
         scheduler.end_stream()
-        while loop._reset_request is None:
+        while loop._inbox._reset is None:
             await asyncio.sleep(0.01)
         assert scheduler.hellos.empty()  # the device is not drained
         model.go.set()
