@@ -108,6 +108,7 @@ class OrderLoop(abc.ABC):
     """Standing orders in, tokens out."""
 
     takes_grammars = False  # whether its steps keep to them
+    launches = False  # whether `_step` returns once the device has its work
 
     def __init__(
         self,
@@ -236,9 +237,12 @@ class OrderLoop(abc.ABC):
             if applied:
                 self.on_output()
             return self._finish_step_in_flight()
-        if applied and chunks:
-            self.on_output()  # a step with a chunk may be long: acknowledge now
+        acknowledges = applied and bool(chunks)  # a step with a chunk may be long: not only with what it brings
+        if acknowledges and not self.launches:
+            self.on_output()
         self._step(chunks)
+        if acknowledges and self.launches:  # once the device works: the link's thread wants the interpreter for it
+            self.on_output()
         return True
 
     def _drop_all(self) -> None:

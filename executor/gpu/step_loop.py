@@ -32,6 +32,7 @@ class GpuStepLoop(OrderLoop):
     """
 
     takes_grammars = True
+    launches = True
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import grpc
@@ -87,6 +88,7 @@ class TokenizerApp:
         port = await self._server.start()
         self._link.start()
         self._watch.start()
+        threading.Thread(target=self._vocabulary.learn_tokens, name="learn-tokens", daemon=True).start()
         return port
 
     async def stop(self, grace_s: float = 2.0) -> None:

@@ -1,4 +1,4 @@
-"""From a request to a run: checks, rendering and encoding off the event loop, spans and counts."""
+"""From a request to a run: checks, rendering and encoding (off the event loop, but for short prompts), spans and counts."""
 
 from __future__ import annotations
 
@@ -61,6 +61,12 @@ T = TypeVar("T")
 
 MAX_PREPARING = 4096
 """Requests being rendered and encoded, or waiting for it; further ones are refused."""
+
+SHORT_BYTES = 1024
+SHORT_ALONE_BYTES = 8 * 1024
+"""Requests up to so many bytes (the latter while no other is under way) are rendered and encoded on the event loop: some
+0.2 ms, and where no piece is known up to 1 ms (7 ms, in which nobody waits). It saves the two hand-overs to a thread and
+back, 0.1 ms each where idle cores sleep."""
 
 TextRequest = text_pb2.ChatRequest | text_pb2.CompleteRequest
 
@@ -196,7 +202,10 @@ class TextEngine:
                 self._check_tools(request)
             constrains = self._check_constraint(request)
             time_unix_s = options.resume.template_time_unix_s if options.HasField("resume") else self.now_unix_s()
-            prompt = await self.in_pool(lambda: self._prepare(request, time_unix_s, span, constrains))
+            if self._is_short(request):
+                prompt = self._prepare(request, time_unix_s, span, constrains)
+            else:
+                prompt = await self.in_pool(lambda: self._prepare(request, time_unix_s, span, constrains))
             grammar = None
             if constrains:
                 after = self._after_token(request, prompt)
@@ -222,8 +231,14 @@ class TextEngine:
         run.start()
         return run
 
+    def _is_short(self, request: TextRequest) -> bool:
+        """Whether the event loop itself may render and encode it."""
+        if self._num_preparing or (isinstance(request, text_pb2.ChatRequest) and request.chat_template):
+            return False  # others came first; or a caller's template, which may take any time
+        return request.ByteSize() <= (SHORT_BYTES if self._link.num_streams else SHORT_ALONE_BYTES)
+
     def _prepare(self, request: TextRequest, time_unix_s: int, span: Span, constrains: bool) -> Prompt:
-        """In the pool: what takes long for a long prompt."""
+        """What takes long for a long prompt: in the pool, but for short ones."""
         began_s = time.perf_counter()
         context = trace.set_span_in_context(span)
         if isinstance(request, text_pb2.ChatRequest):

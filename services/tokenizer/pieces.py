@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 import unicodedata
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
+
+from .splits import Cut
 
 Encode = Callable[[list[str]], Sequence[Sequence[int]]]
 
@@ -56,43 +60,87 @@ def _escaped(code: int) -> str:
     return f"\\U{code:08x}"
 
 
-class PieceEncoder:
-    """The published cuts of V3's and later vocabularies (`splits.py` has their expressions), made by Python's `re`.
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """How Python's `re` makes a cut, and where a long text may be divided beforehand: there is a cut at any such place,
+    and nothing before it looks beyond."""
 
-    The tokenizers library copies each piece several times, whatever it is; most pieces of a text have been met before,
-    and cost a look into a dictionary here. What only that library can do, turning a new piece into ids, it does.
-    Safe to use from several threads.
+    pieces: re.Pattern[str]
+    stranger: re.Pattern[str]  # a character that is not the same in all versions of Unicode
+    edge: re.Pattern[str]
+
+
+@functools.cache
+def _rules(cut: Cut) -> _Rules:
+    kinds = _kinds()
+    known = set().union(*kinds.values())
+    make, edge = (
+        (_published, r"(?<=\n)(?=[A-Za-z])") if cut is Cut.PUBLISHED else (_byte_level, r"(?<=[A-Za-z])(?= [A-Za-z])")
+    )
+    pieces = re.compile("|".join(make(kinds)))
+    return _Rules(pieces, re.compile(_class(known, but=True)), re.compile(edge))
+
+
+def _published(kinds: dict[str, set[int]]) -> list[str]:
+    """The published cuts of V3's and later vocabularies; `splits.py` has their expressions."""
+    letters, marks, numbers = kinds["L"], kinds["M"], kinds["N"]
+    symbols, blanks, run = kinds["P"] | kinds["S"], _BLANKS, _RUN
+    words = letters | marks
+    others = set().union(*kinds.values()) - words - numbers - symbols - blanks
+    ends = {0x0A, 0x0D}
+    word = _class(words - run)
+    blank = _class(blanks)
+    return [
+        f"{_class(map(ord, _MARKS))}[A-Za-z]+",
+        f"{_class(ends | letters | symbols | numbers | run, but=True)}?{word}+",
+        f" ?{_class(symbols - run)}+{_class(ends)}*",
+        f"{blank}*{_class(ends)}+",
+        f"{blank}+(?!{_class(blanks | numbers | run, but=True)})",
+        f"{blank}+",
+        f"{_class(numbers)}{{1,3}}",
+        f"{_class(run & marks)}?{_class(run & words)}+",
+        f"{_class(run & symbols)}+",
+        f"(?:{_class(others)}(?!{word}))+",  # what no expression takes lies between two cuts
+    ]
+
+
+def _byte_level(kinds: dict[str, set[int]]) -> list[str]:
+    """The expression that the library's byte-level pre-tokenizer has of its own."""
+    letters, numbers, blanks = kinds["L"], kinds["N"], _BLANKS
+    blank = _class(blanks)
+    return [
+        "'(?:[stmd]|re|ve|ll)",
+        f" ?{_class(letters)}+",
+        f" ?{_class(numbers)}+",
+        f" ?{_class(letters | numbers | blanks, but=True)}+",
+        f"{blank}+(?!{_class(blanks, but=True)})",
+        f"{blank}+",
+    ]
+
+
+class PieceEncoder:
+    """A vocabulary's cuts, made by Python's `re`.
+
+    The tokenizers library copies each piece several times, whatever it is; most pieces of a text are tokens as they stand
+    or have been met before, and cost a look into a dictionary here. What only that library can do, turning a new piece
+    into ids, it does. Safe to use from several threads.
     """
 
-    def __init__(self, encode: Encode, encode_texts: Encode) -> None:
+    def __init__(self, cut: Cut, encode: Encode, encode_texts: Encode) -> None:
         """`encode`: the ids of single pieces. `encode_texts`: of texts, which it cuts itself."""
-        kinds = _kinds()
-        letters, marks, numbers = kinds["L"], kinds["M"], kinds["N"]
-        symbols, blanks, run = kinds["P"] | kinds["S"], _BLANKS, _RUN
-        known = set().union(*kinds.values())
-        words = letters | marks
-        others = known - words - numbers - symbols - blanks
-        ends = {0x0A, 0x0D}
-        word = _class(words - run)
-        blank = _class(blanks)
-        expressions = [
-            f"{_class(map(ord, _MARKS))}[A-Za-z]+",
-            f"{_class(ends | letters | symbols | numbers | run, but=True)}?{word}+",
-            f" ?{_class(symbols - run)}+{_class(ends)}*",
-            f"{blank}*{_class(ends)}+",
-            f"{blank}+(?!{_class(blanks | numbers | run, but=True)})",
-            f"{blank}+",
-            f"{_class(numbers)}{{1,3}}",
-            f"{_class(run & marks)}?{_class(run & words)}+",
-            f"{_class(run & symbols)}+",
-            f"(?:{_class(others)}(?!{word}))+",  # what no expression takes lies between two cuts
-        ]
-        self._pieces = re.compile("|".join(expressions)).findall
-        self._stranger = re.compile(_class(known, but=True)).search
+        rules = _rules(cut)
+        self._pieces = rules.pieces.findall
+        self._stranger = rules.stranger.search
+        self._edge = rules.edge
         self._encode = encode
         self._encode_texts = encode_texts
+        self._tokens: dict[str, int] = {}
         self._new: dict[str, tuple[int, ...]] = {}
         self._old: dict[str, tuple[int, ...]] = {}
+
+    def use_tokens(self, tokens: dict[str, int]) -> None:
+        """From now on look pieces up in `tokens` first: texts that are encoded as a single token, and which one."""
+        self._tokens = tokens
 
     def encode(self, text: str) -> Sequence[int] | None:
         """The ids of `text`; None where it holds a character that is not the same in all versions of Unicode."""
@@ -100,44 +148,44 @@ class PieceEncoder:
             return None
         parts: list[Iterable[int] | None] = []
         strange: list[str] = []
-        for part in _parts(text):
+        for part in self._parts(text):
             if len(part) > MAX_PART_CHARS:
                 return None
+            if parts:
+                time.sleep(0)  # whoever waits for the interpreter gets it: streams go on beside a long text
             ids = self._ids_of(part)
             parts.append(ids)
             if ids is None:
                 strange.append(part)
-            time.sleep(0)  # whoever waits for the interpreter gets it: streams go on beside a long text
         encoded = iter(self._encode_texts(strange) if strange else ())
         return array("I", chain.from_iterable(ids if ids is not None else next(encoded) for ids in parts))
 
     def _ids_of(self, part: str) -> Iterable[int] | None:
         """None where most of it is new."""
         pieces = self._pieces(part)
-        found = list(map(self._new.get, pieces))
+        found = list(map(self._tokens.get, pieces))
         if None not in found:
-            return chain.from_iterable(found)  # type: ignore[arg-type]
-        missing = {piece: self._old.get(piece) for piece, ids in zip(pieces, found, strict=True) if ids is None}
-        unknown = [piece for piece, ids in missing.items() if ids is None]
+            return found  # type: ignore[return-value]
+        new, old = self._new, self._old
+        others = dict.fromkeys(piece for piece, token in zip(pieces, found, strict=True) if token is None)
+        met = {piece: ids for piece in others if (ids := new.get(piece, old.get(piece))) is not None}
+        unknown = [piece for piece in others if piece not in met]
         learned = unknown[:MAX_LEARNED]
-        missing.update(zip(learned, map(tuple, self._encode(learned) if learned else ()), strict=True))
-        if len(self._new) > MAX_PIECES:
-            self._old, self._new = self._new, {}
-        self._new.update((p, ids) for p, ids in missing.items() if ids is not None and len(p) <= MAX_PIECE_CHARS)
+        met.update(zip(learned, map(tuple, self._encode(learned) if learned else ()), strict=True))
+        if len(new) > MAX_PIECES:
+            self._old, self._new = new, {}
+        self._new.update((piece, ids) for piece, ids in met.items() if len(piece) <= MAX_PIECE_CHARS)
         if len(unknown) > len(learned):
             return None
-        known = [ids if ids is not None else missing[piece] for piece, ids in zip(pieces, found, strict=True)]
-        return chain.from_iterable(known)  # type: ignore[arg-type]
+        return chain.from_iterable(
+            met[piece] if token is None else (token,) for piece, token in zip(pieces, found, strict=True)
+        )
 
-
-_LINE = re.compile(r"(?<=\n)(?=[A-Za-z])")
-
-
-def _parts(text: str) -> Iterable[str]:
-    """`text` in parts of about PART_CHARS. Between the end of a line and a letter there is always a cut."""
-    start = 0
-    while start < len(text):
-        line = _LINE.search(text, start + PART_CHARS) if len(text) - start > PART_CHARS else None
-        end = line.start() if line is not None else len(text)
-        yield text[start:end]
-        start = end
+    def _parts(self, text: str) -> Iterable[str]:
+        """`text` in parts of about PART_CHARS."""
+        start = 0
+        while start < len(text):
+            edge = self._edge.search(text, start + PART_CHARS) if len(text) - start > PART_CHARS else None
+            end = edge.start() if edge is not None else len(text)
+            yield text[start:end]
+            start = end

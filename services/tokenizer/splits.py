@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, pre_tokenizers
@@ -33,6 +34,24 @@ _IN_ONE = "|".join(
         rf"(?:[{_RUN}&&[^\p{{L}}\p{{M}}\p{{P}}\p{{S}}]](?![{_RUN}&&[\p{{L}}\p{{M}}]]))+",
     ]
 )
+
+
+class Cut(enum.Enum):
+    """Cuts that `pieces.py` makes by itself."""
+
+    PUBLISHED = enum.auto()  # of V3's and later vocabularies
+    BYTE_LEVEL = enum.auto()  # the byte-level pre-tokenizer's own expression, as of vocabularies of GPT-2's kind
+
+
+def find_cut(tokenizer: Tokenizer, source: dict[str, Any]) -> Cut | None:
+    """Which cut `source`, the pre_tokenizer of `tokenizer`, makes; None for any other. The published one is put into
+    one pass."""
+    if cut_in_one_pass(tokenizer, source):
+        return Cut.PUBLISHED
+    is_own = (
+        source.get("type") == "ByteLevel" and source.get("use_regex", True) and not source.get("add_prefix_space", True)
+    )
+    return Cut.BYTE_LEVEL if is_own else None
 
 
 def cut_in_one_pass(tokenizer: Tokenizer, source: dict[str, Any]) -> bool:

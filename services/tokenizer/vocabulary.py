@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,10 +16,12 @@ from rorqual.core.errors import CheckpointError, InvalidRequestError
 from .checkpoint import TextCheckpoint
 from .control_tokens import ControlTokens, Segment, cut_control
 from .formats.marks import END_THINK, THINK, Marks
-from .pieces import PieceEncoder
+from .pieces import MAX_PIECE_CHARS, PieceEncoder
 from .run_cache import RunCache
-from .splits import cut_in_one_pass
+from .splits import find_cut
 from .token_text import TokenText, build_token_text
+
+_LEARNED_AT_ONCE = 1024
 
 
 def _keeps_text(source: dict[str, Any]) -> bool:
@@ -48,18 +51,20 @@ class Vocabulary:
                 field="model",
             )
         source: dict[str, Any] = json.loads(checkpoint.tokenizer_json)
-        cuts_as_published = cut_in_one_pass(self._tokenizer, source.get("pre_tokenizer") or {})
+        cut = find_cut(self._tokenizer, source.get("pre_tokenizer") or {})
         # The same model without added tokens: what a caller spells stays text.
         self._plain = Tokenizer(self._tokenizer.model)
         self._plain.pre_tokenizer = self._tokenizer.pre_tokenizer
         if not _keeps_text(source):
             self._plain.normalizer = self._tokenizer.normalizer
+        self._whole = Tokenizer(self._tokenizer.model)  # takes a text as a single piece
+        self._whole.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
         self._pieces: PieceEncoder | None = None
-        if cuts_as_published and _keeps_text(source):
-            whole = Tokenizer(self._tokenizer.model)
-            whole.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+        if cut is not None and _keeps_text(source):
             self._pieces = PieceEncoder(
-                lambda pieces: self._encode_with(whole, pieces), lambda texts: self._encode_with(self._plain, texts)
+                cut,
+                lambda pieces: self._encode_with(self._whole, pieces),
+                lambda texts: self._encode_with(self._plain, texts),
             )
         self._runs = RunCache(self._encode_plain)
 
@@ -184,6 +189,29 @@ class Vocabulary:
             else:
                 ids += next(runs)
         return ids
+
+    def learn_tokens(self) -> None:
+        """Find out which tokens are what their own text is encoded as (nearly all: merges may lead elsewhere).
+
+        Plain texts are then encoded by looking these up. Takes some 4 us a token (V3's: half a second), most of it
+        without the interpreter, so run it beside what else has to be done; before it ends, encoding takes longer.
+        """
+        if self._pieces is None:
+            return
+        own = [
+            (text, token_id)
+            for token_id, text in enumerate(self.raw_text.texts)
+            if text and len(text) <= MAX_PIECE_CHARS and token_id not in self.control_ids
+        ]
+        tokens: dict[str, int] = {}
+        for start in range(0, len(own), _LEARNED_AT_ONCE):
+            some = own[start : start + _LEARNED_AT_ONCE]
+            encoded = self._whole.encode_batch_fast([text for text, _ in some], add_special_tokens=False)
+            tokens.update(
+                (text, token_id) for (text, token_id), run in zip(some, encoded, strict=True) if run.ids == [token_id]
+            )
+            time.sleep(0)  # as in PieceEncoder.encode
+        self._pieces.use_tokens(tokens)
 
     def _encode_plain(self, texts: list[str]) -> list[Sequence[int]]:
         found = [self._pieces.encode(text) if self._pieces is not None else None for text in texts]

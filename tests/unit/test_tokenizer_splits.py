@@ -1,23 +1,39 @@
-"""The cuts in one pass, and those that Python makes, are those of the published three, piece for piece."""
+"""The published cuts in one pass, and all that Python makes, are those of the library, piece for piece."""
 
 from __future__ import annotations
 
 import copy
 import json
 import random
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from benchmarks.formats.bench_formats import material
+from benchmarks.serving.word_tokenizer import byte_alphabet, write_tokenizer
+from services.tokenizer.checkpoint import TextCheckpoint, read_checkpoint
 from services.tokenizer.pieces import MAX_LEARNED, MAX_PIECE_CHARS, MAX_PIECES, PieceEncoder
-from services.tokenizer.splits import cut_in_one_pass
+from services.tokenizer.splits import Cut, cut_in_one_pass, find_cut
+from services.tokenizer.vocabulary import Vocabulary
 from tests.support.vocabularies import tiny_checkpoint, v4, v4_checkpoint
+
+
+@cache
+def word_checkpoint() -> TextCheckpoint:
+    """Short words, cut as the byte-level pre-tokenizer does by itself."""
+    with tempfile.TemporaryDirectory() as name:
+        write_tokenizer(Path(name), 20_000)
+        return read_checkpoint(Path(name))
+
 
 SOURCE: dict[str, Any] = json.loads(v4_checkpoint().tokenizer_json)
 
@@ -60,11 +76,12 @@ def test_every_character_of_the_first_plane(around: str) -> None:
 class Pieces:
     """A PieceEncoder whose ids are numbers of pieces."""
 
-    def __init__(self) -> None:
+    def __init__(self, cut: Cut = Cut.PUBLISHED) -> None:
+        self._library = THREE if cut is Cut.PUBLISHED else pre_tokenizers.ByteLevel(add_prefix_space=False)
         self.numbers: dict[str, int] = {}
         self.names: list[str] = []
         self.num_asked = self.num_texts = 0
-        self.encoder = PieceEncoder(self._encode, self._encode_texts)
+        self.encoder = PieceEncoder(cut, self._encode, self._encode_texts)
 
     def _encode(self, pieces: list[str]) -> list[list[int]]:
         assert len(set(pieces)) == len(pieces)
@@ -79,7 +96,7 @@ class Pieces:
         """As the library: by its own cuts."""
         self.num_texts += len(texts)
         num_asked = self.num_asked
-        ids = [[self._encode([piece])[0][0] for piece in published(text)] for text in texts]
+        ids = [[self._encode([piece])[0][0] for piece in self.published(text)] for text in texts]
         self.num_asked = num_asked
         return ids
 
@@ -87,51 +104,64 @@ class Pieces:
         ids = self.encoder.encode(text)
         return None if ids is None else [self.names[number] for number in ids]
 
-
-PIECES = Pieces()
-
-
-def published(text: str) -> list[str]:
-    """The library's pieces, which it gives by their places (in what stands for them it writes bytes)."""
-    return [text[start:end] for _, (start, end) in THREE.pre_tokenize_str(text)]
+    def published(self, text: str) -> list[str]:
+        """The library's pieces, which it gives by their places (in what stands for them it writes bytes)."""
+        return [text[start:end] for _, (start, end) in self._library.pre_tokenize_str(text)]
 
 
+PIECES = {cut: Pieces(cut) for cut in Cut}
+each_cut = pytest.mark.parametrize("cut", Cut)
+
+
+@each_cut
 @settings(max_examples=1000, deadline=None)
-@given(st.text(st.sampled_from(KINDS), max_size=12))
-def test_pieces_of_any_neighbours(text: str) -> None:
-    pieces = PIECES.of(text)
-    if pieces is not None:
-        assert pieces == published(text)
+@given(text=st.text(st.sampled_from(KINDS), max_size=12))
+def test_pieces_of_any_neighbours(cut: Cut, text: str) -> None:
+    made = PIECES[cut].of(text)
+    if made is not None:
+        assert made == PIECES[cut].published(text)
     else:
-        assert any(PIECES.of(character) is None for character in text)
+        assert any(PIECES[cut].of(character) is None for character in text)
 
 
+@each_cut
+@settings(max_examples=300, deadline=None)
+@given(text=st.text(st.sampled_from("'strevmldSTREVMLD \n1字"), max_size=12))
+def test_pieces_of_contractions(cut: Cut, text: str) -> None:
+    assert PIECES[cut].of(text) == PIECES[cut].published(text)
+
+
+@each_cut
 @pytest.mark.parametrize("around", ["a{}b 1", "字{} 。"])
-def test_pieces_of_every_character(around: str) -> None:
+def test_pieces_of_every_character(cut: Cut, around: str) -> None:
     """All that it takes on itself, and enough of it: nearly all characters of texts that are met."""
+    pieces = PIECES[cut]
     codes = [*range(0xD800), *range(0xE000, 0x10000), *range(0x1F300, 0x1F700)]
-    taken = [chr(code) for code in codes if PIECES.of(chr(code)) is not None]
+    taken = [chr(code) for code in codes if pieces.of(chr(code)) is not None]
     assert len(taken) > 55_000
     assert set("Straße, naïve “quotes” — 1½ € … Привет мир नमस्ते العربية 한국어 日本語 漢字 ①② ∑ ≠ → █ 😀👍🚀") <= {
         *taken
     }
     for start in range(0, len(taken), 8):
         text = "".join(around.format(character) for character in taken[start : start + 8])
-        assert PIECES.of(text) == published(text)
+        assert pieces.of(text) == pieces.published(text)
 
 
+@each_cut
 @pytest.mark.parametrize("seed", range(20))
-def test_long_texts_are_cut_where_there_is_a_cut(seed: int) -> None:
+def test_long_texts_are_cut_where_there_is_a_cut(cut: Cut, seed: int) -> None:
     rng = random.Random(seed)
     words = ["".join(rng.choices("aZ \n\r\t1-'.", k=rng.randint(1, 9))) for _ in range(30)]
     text = "".join(rng.choices(words, k=9000))
-    assert PIECES.of(text) == published(text)
+    assert PIECES[cut].of(text) == PIECES[cut].published(text)
 
 
-def test_a_part_without_such_a_place_is_left_to_the_library() -> None:
-    assert PIECES.of("x" * 65_536) == ["x" * 65_536]
-    assert PIECES.of("x" * 65_537) is None
-    assert PIECES.of(("y" * 60_000 + "\n") * 3) is not None
+@pytest.mark.parametrize(("cut", "edge"), [(Cut.PUBLISHED, "\n"), (Cut.BYTE_LEVEL, " ")])
+def test_a_part_without_such_a_place_is_left_to_the_library(cut: Cut, edge: str) -> None:
+    pieces = PIECES[cut]
+    assert pieces.of("x" * 65_536) == ["x" * 65_536]
+    assert pieces.of("x" * 65_537) is None
+    assert pieces.of(edge.join(["y" * 60_000] * 3)) is not None
 
 
 def test_pieces_are_encoded_once_and_the_memory_is_bounded() -> None:
@@ -154,7 +184,7 @@ def test_pieces_are_encoded_once_and_the_memory_is_bounded() -> None:
 def test_a_text_of_new_pieces_is_the_librarys_and_some_are_learned() -> None:
     pieces = Pieces()
     text = " ".join(f"{word:x}" for word in range(1000))
-    expected = published(text)
+    expected = pieces.published(text)
     assert pieces.of(text) == expected
     assert (pieces.num_texts, pieces.num_asked) == (1, MAX_LEARNED)
     for _ in range(20):
@@ -165,7 +195,7 @@ def test_a_text_of_new_pieces_is_the_librarys_and_some_are_learned() -> None:
 def test_many_threads() -> None:
     pieces = Pieces()
     text = "\n".join(f"line {n} of a text" for n in range(2000))
-    expected = published(text)
+    expected = pieces.published(text)
     lock = threading.Lock()
     encode = pieces.encoder._encode
 
@@ -211,6 +241,46 @@ SPELLED = [
 def test_control_tokens_in_a_plain_prompt_are_found_as_by_the_library(parts: list[str]) -> None:
     text = "".join(parts)
     assert v4().encode(text) == LIBRARY.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("checkpoint", [v4_checkpoint(), word_checkpoint()], ids=["published", "byte level"])
+def test_tokens_learned_beforehand_change_no_id(checkpoint: TextCheckpoint) -> None:
+    vocabulary, library = Vocabulary(checkpoint), Tokenizer.from_str(checkpoint.tokenizer_json)
+    vocabulary.learn_tokens()
+    pieces = vocabulary._pieces
+    assert pieces is not None
+    assert len(pieces._tokens) > 0.9 * len([text for text in vocabulary.raw_text.texts if text])
+    assert not vocabulary.control_ids.intersection(pieces._tokens.values())
+    text = material()[:90_000]
+    for start in range(0, len(text), 3001):
+        part = text[start : start + 3001]
+        assert vocabulary.encode(part) == library.encode(part, add_special_tokens=False).ids
+
+
+def test_a_token_that_no_merge_leads_to_is_not_taken_for_its_text() -> None:
+    """ "abc" is in the vocabulary, but "bc" is merged first, and then nothing more."""
+    vocab = {token: n for n, token in enumerate([*byte_alphabet(), "bc", "ab", "abc"])}
+    source = json.loads(word_checkpoint().tokenizer_json)
+    source["model"] |= {"vocab": vocab, "merges": ["b c", "a b", "ab c"]}
+    for n, token in enumerate(source["added_tokens"]):
+        token["id"] = len(vocab) + n
+    vocabulary = Vocabulary(replace(word_checkpoint(), tokenizer_json=json.dumps(source), vocab_size=0))
+    vocabulary.learn_tokens()
+    assert vocabulary._pieces is not None
+    assert "bc" in vocabulary._pieces._tokens
+    assert "abc" not in vocabulary._pieces._tokens
+    assert vocabulary.encode("abc") == [vocab["a"], vocab["bc"]]
+
+
+def test_which_cut_is_found() -> None:
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    bare = Tokenizer(models.BPE())
+    assert find_cut(bare, byte_level) is Cut.BYTE_LEVEL
+    assert find_cut(bare, byte_level | {"use_regex": False}) is None
+    assert find_cut(bare, byte_level | {"add_prefix_space": True}) is None
+    assert find_cut(bare, {"type": "Sequence", "pretokenizers": [byte_level]}) is None
+    assert find_cut(bare, {}) is None
+    assert find_cut(bare, SOURCE["pre_tokenizer"]) is Cut.PUBLISHED
 
 
 def test_other_cuts_are_left_as_they_are() -> None:
