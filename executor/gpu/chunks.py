@@ -31,7 +31,7 @@ class PromptPart:
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
     rows: ChunkRows
-    logit_rows: torch.Tensor  # int64, one for each row of the decode set: the step's row whose logits it chooses from
+    logit_rows: torch.Tensor  # int32, one for each row of the decode set: the step's row whose logits it chooses from
     prompt_parts: Sequence[PromptPart]
 
     @staticmethod
@@ -79,7 +79,7 @@ def plan_chunks(
     token_ids = np.empty(num_rows, np.int32)
     positions = np.empty(num_rows, np.int64)
     slots = np.empty(num_rows, np.int64)
-    logit_rows = np.arange(launched.num_rows, dtype=np.int64)
+    logit_rows = np.arange(launched.num_rows, dtype=np.int32)
     prefill: list[_Segment] = []
     recomputed: list[_Segment] = []
     prompt_parts: list[PromptPart] = []
@@ -118,7 +118,7 @@ def plan_chunks(
             part for segment in recomputed for part in _recomputed(segment, num_compute, limits.max_num_seqs, upload)
         ],
     )
-    return ChunkPlan(rows, _put(upload, logit_rows, torch.int64), prompt_parts)
+    return ChunkPlan(rows, _put(upload, logit_rows, torch.int32), prompt_parts)
 
 
 def _cut(segments: Sequence[_Segment], max_keys: int) -> list[list[_Segment]]:

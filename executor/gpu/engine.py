@@ -110,7 +110,7 @@ class GpuEngine:
         start = limits.max_num_seqs
         group = PrefillGroup(start, start + num_chunk_rows, plan, num_chunk_rows, None, None)
         rows = ChunkRows(zeros.int(), zeros, zeros - 1, [group], [])
-        logit_rows = torch.arange(start, device=device)
+        logit_rows = torch.arange(start, dtype=torch.int32, device=device)
         self._mixed_kernels(start, start, ChunkPlan(rows, logit_rows, ()))
         self._decode_kernels(start)
         if device.type == "cuda":
@@ -237,11 +237,15 @@ class GpuEngine:
         if num_rows:
             self._prepare(num_rows, num_compute)
         embed(chunks.token_ids, model.weights.embedding, model.x[num_compute : num_compute + chunks.num_rows])
-        hidden = model.forward(num_compute, chunks, self._caches)
+        # Prompts' log-probabilities want all of their rows' final states.
+        wanted = None if plan.prompt_parts else plan.logit_rows
+        hidden = model.forward(num_compute, chunks, self._caches, wanted)
         if num_rows:
-            torch.index_select(hidden, 0, plan.logit_rows, out=self._hidden[:num_rows])
+            chosen = hidden
+            if wanted is None:
+                chosen = torch.index_select(hidden, 0, plan.logit_rows, out=self._hidden[:num_rows])
             self._set_masks()
-            self._choose(self._hidden[:num_rows], num_rows)
+            self._choose(chosen, num_rows)
         return [self._sampler.prompt_logprobs(part, hidden, model) for part in plan.prompt_parts]
 
     def _prepare(self, num_rows: int, num_compute: int) -> None:

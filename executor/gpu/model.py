@@ -27,6 +27,7 @@ from rorqual.kernels.loader import KernelLibrary, current_stream, load
 from rorqual.kernels.mla import make_workspace, mla_decode, plan_decode
 from rorqual.kernels.moe import route
 from rorqual.kernels.prefill import STATE_WIDTH, PrefillPlan, gather_latents, mla_prefill
+from rorqual.kernels.step_state import embed
 
 from ..model.mla import LATENT_NORM_EPS
 from .launches import LayerLaunches, LayerProgram, OwnTensors, Pointers
@@ -139,6 +140,10 @@ class GpuModel:
         self.q = None if lora is None else empty(max_rows, heads * QK)
         self.attended = empty(max_rows, heads * VALUE)
         self.projected = empty(max_rows, hidden)
+        # Rows of the last layer whose choice is wanted.
+        self.last_x = empty(max_decode_rows, hidden)
+        self.last_attended = empty(max_decode_rows, heads * VALUE)
+        self.last_normed = empty(max_decode_rows, hidden)
         self.positions = empty(max_rows, dtype=torch.int64).zero_()
         self.slot_mapping = empty(max_rows, dtype=torch.int64).fill_(-1)
         # Of the decode form.
@@ -212,10 +217,17 @@ class GpuModel:
         layers = self.weights.layers
         return layers[layer_idx + 1].input_norm if layer_idx + 1 < len(layers) else self.weights.norm
 
-    def forward(self, num_decode: int, chunks: ChunkRows | None, layer_caches: Sequence[torch.Tensor]) -> torch.Tensor:
-        """All layers for the step's rows, whose embeddings are in `x`; returns the final normed rows, [rows, hidden].
+    def forward(
+        self,
+        num_decode: int,
+        chunks: ChunkRows | None,
+        layer_caches: Sequence[torch.Tensor],
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """All layers for the step's rows, whose embeddings are in `x`; returns final normed rows, [rows, hidden].
 
-        layer_caches: a layer's cache each, [num_blocks, 64, 576] bf16.
+        layer_caches: a layer's cache each, [num_blocks, 64, 576] bf16. wanted: int32 [n], at most as many as may decode,
+        with chunks alone: the rows that are returned, and all that the last layer computes after its attention.
         """
         num_rows = num_decode + (chunks.num_rows if chunks is not None else 0)
         if chunks is not None:
@@ -226,73 +238,106 @@ class GpuModel:
         normed = self.normed[:num_rows]
         rms_norm(self.x[:num_rows], self.weights.layers[0].input_norm, self.config.rms_norm_eps, out=normed)
         if self._library is None:
+            last = len(layer_caches) - 1
             for i, cache in enumerate(layer_caches):
-                self._attention_part(i, num_decode, num_rows, chunks, cache)
-                self._feed_forward(i, num_rows, is_decode=chunks is None)
-            return normed
-        own = self._own_tensors(layer_caches)
-        if chunks is None:
-            self._record(self._library, own, num_decode, num_rows, None, layer_caches)
-            return normed
-        # (cuBLAS's handle gets the current stream here.)
-        key = (current_stream(self.device), blas_handle(self.device), num_decode, chunks.key())
-        programs = self._recorded.pop(key, None)
-        if programs is None:
-            programs = self._record(self._library, own, num_decode, num_rows, chunks, layer_caches)
+                self._attention(i, num_decode, num_rows, chunks, cache)
+                if wanted is None or i < last:
+                    self._rest(i, num_rows, is_decode=chunks is None)
+                else:
+                    self._rest_of_wanted(i, num_rows, wanted)
+        elif chunks is None:
+            self._record(self._library, num_decode, num_rows, None, layer_caches, None)
         else:
-            for program, start, end in programs:
-                program.run(start, end)
-        self._recorded[key] = programs
-        if len(self._recorded) > MAX_RECORDED:
-            del self._recorded[next(iter(self._recorded))]  # the one not used for the longest time
-        return normed
+            # (cuBLAS's handle gets the current stream here.)
+            stream, handle = current_stream(self.device), blas_handle(self.device)
+            self._own_tensors(layer_caches)  # forgets what is of other caches
+            key = (stream, handle, num_decode, chunks.key(), _place(wanted))
+            programs = self._recorded.pop(key, None)
+            if programs is None:
+                programs = self._record(self._library, num_decode, num_rows, chunks, layer_caches, wanted)
+            else:
+                for program, start, end in programs:
+                    program.run(start, end)
+            self._recorded[key] = programs
+            if len(self._recorded) > MAX_RECORDED:
+                del self._recorded[next(iter(self._recorded))]  # the one not used for the longest time
+        return normed if wanted is None else self.last_normed[: wanted.shape[0]]
 
     def _record(
         self,
         library: KernelLibrary,
-        own: OwnTensors,
         num_decode: int,
         num_rows: int,
         chunks: ChunkRows | None,
         layer_caches: Sequence[torch.Tensor],
+        wanted: torch.Tensor | None,
     ) -> list[tuple[LayerProgram, int, int]]:
         """Launch all layers. Returns what does the same again: a program for each run of layers [start, end)."""
+        own = self._own_tensors(layer_caches)
+        last = len(layer_caches) - 1
         programs: list[tuple[LayerProgram, int, int]] = []
-        attention: LayerLaunches | None = None
+        attention: LayerLaunches | None = None  # layers of all kinds have the same
+
+        def attend(layer_idx: int) -> LayerLaunches:
+            nonlocal attention
+            if attention is None:
+                attention = self._launches = LayerLaunches(library, own, layer_idx)
+                self._attention(layer_idx, num_decode, num_rows, chunks, layer_caches[layer_idx])
+            else:
+                LayerProgram(library, own, [attention]).run(layer_idx, layer_idx + 1)
+            return attention
+
         of_kind: dict[type, LayerProgram] = {}
-        for kind, first, end in self._runs:
-            start = first
-            if kind not in of_kind:
-                if attention is None:
-                    attention = self._launches = LayerLaunches(library, own, first)
-                    self._attention_part(first, num_decode, num_rows, chunks, layer_caches[first])
-                else:
-                    LayerProgram(library, own, [attention]).run(first, first + 1)
-                feed_forward = self._launches = LayerLaunches(library, own, first)
-                self._feed_forward(first, num_rows, is_decode=chunks is None)
-                self._launches = None
-                of_kind[kind] = LayerProgram(library, own, [attention, feed_forward])
+        for kind, first, stop in self._runs:
+            start, end = first, stop if wanted is None else min(stop, last)
+            if start < end and kind not in of_kind:
+                attended = attend(start)
+                rest = self._launches = LayerLaunches(library, own, start)
+                self._rest(start, num_rows, is_decode=chunks is None)
+                of_kind[kind] = LayerProgram(library, own, [attended, rest])
                 start += 1
             if start < end:
                 of_kind[kind].run(start, end)
-            programs.append((of_kind[kind], first, end))
+            if first < end:
+                programs.append((of_kind[kind], first, end))
+        if wanted is not None:
+            attended = attend(last)
+            rest = self._launches = LayerLaunches(library, own, last)
+            self._rest_of_wanted(last, num_rows, wanted)
+            programs.append((LayerProgram(library, own, [attended, rest]), last, last + 1))
+        self._launches = None
         return programs
 
     # What follows is recorded: nothing in it may depend on the layer but through the tensors of `_own_tensors`.
 
-    def _attention_part(
-        self, layer_idx: int, num_decode: int, num_rows: int, chunks: ChunkRows | None, cache: torch.Tensor
-    ) -> None:
-        """From normed rows to rows normed for the feed-forward part."""
+    def _rest(self, layer_idx: int, num_rows: int, *, is_decode: bool) -> None:
+        """A layer after its attention: x += what attention and the feed-forward part add; normed = x behind the next norm."""
+        x, normed = self.x[:num_rows], self.normed[:num_rows]
+        self._project(layer_idx, self.attended[:num_rows], x, normed)
+        self._feed_forward(layer_idx, x, normed, is_decode=is_decode)
+
+    def _rest_of_wanted(self, layer_idx: int, num_rows: int, wanted: torch.Tensor) -> None:
+        """The same of some rows, which are gathered first."""
+        n = wanted.shape[0]
+        if n == 0:
+            return
+        x, attended, normed = self.last_x[:n], self.last_attended[:n], self.last_normed[:n]
+        embed(wanted, self.x[:num_rows], x, library=self._launches)
+        embed(wanted, self.attended[:num_rows], attended, library=self._launches)
+        self._project(layer_idx, attended, x, normed)
+        self._feed_forward(layer_idx, x, normed, is_decode=False)
+
+    def _project(self, layer_idx: int, attended: torch.Tensor, x: torch.Tensor, normed: torch.Tensor) -> None:
+        """x += attention's output; normed = x behind the feed-forward part's norm."""
         layer = self.weights.layers[layer_idx]
-        ahead = _first_weight(layer) if chunks is None and num_rows <= AHEAD_ROWS else None
-        projected = self._attention(layer.attention, num_decode, num_rows, chunks, cache, ahead)
+        projected = self.projected[: x.shape[0]]
+        self._linear(attended, layer.attention.o, out=projected, bias=layer.attention.o_bias)
         rms_norm(
             projected,
             layer.post_attention_norm,
             self.config.rms_norm_eps,
-            residual=self.x[:num_rows],
-            out=self.normed[:num_rows],
+            residual=x,
+            out=normed,
             library=self._launches,
         )
 
@@ -338,16 +383,12 @@ class GpuModel:
         return out
 
     def _attention(
-        self,
-        weights: GpuAttention,
-        num_decode: int,
-        num_rows: int,
-        chunks: ChunkRows | None,
-        cache: torch.Tensor,
-        ahead: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """The attention part's output before the residual is added: [num_rows, hidden]. `ahead`: a weight that is read
-        soon afterwards."""
+        self, layer_idx: int, num_decode: int, num_rows: int, chunks: ChunkRows | None, cache: torch.Tensor
+    ) -> None:
+        """Attention of all rows, from normed rows to `attended`, before its output projection."""
+        layer = self.weights.layers[layer_idx]
+        weights = layer.attention
+        ahead = _first_weight(layer) if chunks is None and num_rows <= AHEAD_ROWS else None
         qkv = self._linear(self.normed[:num_rows], weights.qkv_a, out=self.qkv[:num_rows], bias=weights.qkv_a_bias)
         q = qkv[:, : weights.q_width]
         if weights.q_b is not None:
@@ -409,7 +450,6 @@ class GpuModel:
                     self.q_starts[: num_decode + 1],
                     library=self._launches,
                 )
-        return self._linear(attended, weights.o, out=self.projected[:num_rows], bias=weights.o_bias)
 
     def _fence(self) -> None:
         """What was launched before ends before anything launched after it begins.
@@ -485,10 +525,10 @@ class GpuModel:
             library=self._launches,
         )
 
-    def _feed_forward(self, layer_idx: int, num_rows: int, *, is_decode: bool) -> None:
-        """x += the feed-forward part; normed = x behind the next layer's norm."""
+    def _feed_forward(self, layer_idx: int, x: torch.Tensor, normed: torch.Tensor, *, is_decode: bool) -> None:
+        """x += the feed-forward part; normed = x behind the next layer's norm. Both [rows, hidden]."""
         config, mlp, next_norm = self.config, self.weights.layers[layer_idx].mlp, self._next_norm(layer_idx)
-        x, normed = self.x[:num_rows], self.normed[:num_rows]
+        num_rows = x.shape[0]
         if isinstance(mlp, GpuDense):
             self._gated_mlp(normed, mlp.gate_up, mlp.down, x)
             rms_norm(x, next_norm, config.rms_norm_eps, out=normed, library=self._launches)

@@ -41,7 +41,13 @@ class FakeGpuModel(FakeModel):
         self.num_chunk_rows = 0
         self.forms: list[tuple[int, str]] = []  # (position, form) of chunk rows
 
-    def forward(self, num_decode: int, chunks: ChunkRows | None, caches: Sequence[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self,
+        num_decode: int,
+        chunks: ChunkRows | None,
+        caches: Sequence[torch.Tensor],
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         column = caches[0].view(-1)
         num_rows = num_decode + (chunks.num_rows if chunks is not None else 0)
         if chunks is not None:
@@ -77,7 +83,7 @@ class FakeGpuModel(FakeModel):
                     read(row, part.block_tables[i], int(part.kv_lens[i]))
                     self.forms.append((int(self.positions[row]), "decode"))
             assert all(row is not None for row in self.rows[num_decode:])
-        number = torch.arange(num_rows)
+        number = torch.arange(num_rows) if wanted is None else wanted
         return torch.stack((number // 256, number % 256), 1).bfloat16().repeat(1, 4)  # bfloat16 counts to 256
 
     def _read_group(self, group, tokens, read) -> None:  # type: ignore[no-untyped-def]

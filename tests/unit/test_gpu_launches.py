@@ -79,9 +79,17 @@ def chunk_rows(num_decode: int) -> ChunkRows:
 
 @pytest.mark.parametrize("raw", [V3 | SIZES | {"attention_bias": True}, V2 | SIZES | V2_LITE], ids=["v3", "v2-lite"])
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("num_decode", "with_chunks"), [(3, False), (0, True), (3, True)])
+@pytest.mark.parametrize(
+    ("num_decode", "with_chunks", "num_wanted"),
+    [(3, False, None), (0, True, 0), (0, True, 2), (3, True, 4), (3, True, None)],
+)
 def test_repeated_launches_are_what_each_layer_would_make(
-    raw: dict[str, object], deterministic: bool, num_decode: int, with_chunks: bool, monkeypatch: pytest.MonkeyPatch
+    raw: dict[str, object],
+    deterministic: bool,
+    num_decode: int,
+    with_chunks: bool,
+    num_wanted: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = parse_config(raw | {"num_hidden_layers": 5, "first_k_dense_replace": 2}, "test")
     source = RandomWeights(config, seed=3, dtype=torch.bfloat16, device=torch.device("cpu"))
@@ -97,19 +105,24 @@ def test_repeated_launches_are_what_each_layer_would_make(
     chunks = chunk_rows(num_decode) if with_chunks else None
     num_rows = num_decode + (17 if with_chunks else 0)
 
+    wanted = None if num_wanted is None else torch.arange(num_wanted, dtype=torch.int32)
+
     recorded, plain = RecordingLibrary(), RecordingLibrary()
     model._library = recorded
-    model.forward(num_decode, chunks, caches)
+    model.forward(num_decode, chunks, caches, wanted)
     for i, cache in enumerate(caches):
         model._launches = LayerLaunches(plain, OwnTensors([[]] * 5), i)
-        model._attention_part(i, num_decode, num_rows, chunks, cache)
-        model._feed_forward(i, num_rows, is_decode=not with_chunks)
+        model._attention(i, num_decode, num_rows, chunks, cache)
+        if wanted is None or i < 4:
+            model._rest(i, num_rows, is_decode=not with_chunks)
+        else:
+            model._rest_of_wanted(i, num_rows, wanted)
     assert len(recorded.calls) > 5 * 10
     assert recorded.calls == plain.calls
     if with_chunks:  # a second step of these sizes records nothing
         recorded.calls.clear()
         monkeypatch.setattr(model, "_record", None)
-        model.forward(num_decode, chunks, caches)
+        model.forward(num_decode, chunks, caches, wanted)
         assert recorded.calls == plain.calls
     if not with_chunks and "attention_bias" not in raw:
         assert recorded.num_runs == 3  # one dense layer, the attention of one with experts, and the others' two
