@@ -51,6 +51,21 @@ __global__ void __launch_bounds__(kMaxThreads) experts_combine_kernel(const Expe
       }
     }
   }
+  if (p.shared_y != nullptr) {
+    const uint4* y = reinterpret_cast<const uint4*>(p.shared_y + token * p.hidden);
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+      const int idx = threadIdx.x + v * blockDim.x;
+      if (idx >= num_vecs) continue;
+      const uint4 vec = y[idx];
+      const uint32_t* pairs = reinterpret_cast<const uint32_t*>(&vec);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sum[v][2 * i] += bf16_low(pairs[i]);
+        sum[v][2 * i + 1] += bf16_high(pairs[i]);
+      }
+    }
+  }
   float squares = 0.f;
 #pragma unroll
   for (int v = 0; v < kVecs; ++v) {

@@ -191,16 +191,22 @@ struct Work {
   int4 group;      // expert, first row, rows
   int weight_row;  // the first of the tile
   int units;       // its weight rows / kUnitRows
+  bool is_shared;  // of the MLP that all tokens go through: rows are tokens, there is no expert
 };
 
 // The tiles of one CTA, in order. Either whole tiles in turn; or, where memory is the limit and some CTAs would have a tile
 // more than others, an even share of all groups' weight rows, cut into tiles of about one size.
+// Whole tiles: those of the shared MLP are the first in number, all groups of tokens of one weight tile side by side. They
+// are limited by the tensor cores, the others by memory: so CTAs begin at different places of their lists (`turns`), and
+// both are at work at any time.
 template <Cta kCta>
 struct Walk {
   const ExpertsProductParams& p;
   const Smem& smem;
   const int group_units, stride;  // a group's units; from one tile to the CTA's next, 0: an even share
-  int next_unit, end_unit;
+  int next_unit, end_unit;        // whole tiles: of routed groups, counted on from shared_units, the shared MLP's
+  int shared_groups = 0, shared_units = 0, first_unit = 0;  // of its tokens; of all its tiles; where the list's end goes on
+  int tiles_left = 0;
   __device__ __forceinline__ Walk(const ExpertsProductParams& params, const Smem& shared)
       : p(params),
         smem(shared),
@@ -209,9 +215,44 @@ struct Walk {
     const int64_t all_units = int64_t{plan_group(p, smem, 0).x} * group_units;
     next_unit = stride > 0 ? blockIdx.x * Tile::kUnits : static_cast<int>(all_units * blockIdx.x / gridDim.x);
     end_unit = static_cast<int>(stride > 0 ? all_units : all_units * (blockIdx.x + 1) / gridDim.x);
+    if (p.shared.num_tokens > 0) begin_with_shared();
+  }
+  __device__ __forceinline__ void begin_with_shared() {
+    constexpr int kCtas = static_cast<int>(kCta);
+    shared_groups = (p.shared.num_tokens + p.shared.group_tokens - 1) / p.shared.group_tokens;
+    shared_units = shared_groups * (p.shared.weight_rows / Tile::kUnitRows);
+    end_unit += shared_units;
+    const int tiles = end_unit > next_unit ? (end_unit - next_unit + stride - 1) / stride : 0;
+    const int turn = static_cast<int>(blockIdx.x) / kCtas * p.shared.turns * kCtas / static_cast<int>(gridDim.x);
+    tiles_left = tiles;
+    first_unit = next_unit;
+    next_unit += turn * tiles / p.shared.turns * stride;
+  }
+  __device__ __forceinline__ bool next_of_shared(Work& work) {  // of a list with shared tiles: whichever is next
+    if (tiles_left-- == 0) return false;
+    if (next_unit >= end_unit) next_unit = first_unit;
+    const int unit = next_unit;
+    next_unit += stride;
+    work.units = Tile::kUnits;
+    work.is_shared = unit < shared_units;
+    if (!work.is_shared) {
+      const int group = (unit - shared_units) / group_units;
+      work.group = plan_group(p, smem, 1 + group);
+      work.weight_row = (unit - shared_units - group * group_units) * Tile::kUnitRows;
+      return true;
+    }
+    constexpr int kCtas = static_cast<int>(kCta);
+    const int tile = unit / Tile::kUnits, place = tile / kCtas;  // of the CTA, or pair
+    const int weight_tile = place / shared_groups * kCtas + tile % kCtas;
+    const int first_row = (place - place / shared_groups * shared_groups) * p.shared.group_tokens;
+    work.group = make_int4(0, first_row, min(p.shared.group_tokens, p.shared.num_tokens - first_row), 0);
+    work.weight_row = weight_tile * Tile::kWeightRows;
+    return true;
   }
   __device__ __forceinline__ bool next(Work& work) {
+    if (p.shared.num_tokens > 0) return next_of_shared(work);
     if (next_unit >= end_unit) return false;
+    work.is_shared = false;
     const int group = next_unit / group_units, first = next_unit % group_units;
     work.group = plan_group(p, smem, 1 + group);
     work.weight_row = first * Tile::kUnitRows;
@@ -236,6 +277,15 @@ __device__ __forceinline__ void produce_weights(const ExpertsProductParams& p, c
   Work work;
   Stage stage;
   while (walk.next(work)) {
+    if (work.is_shared) {
+      for (int step = 0; step < p.shared.steps; ++step, stage.next(smem.num_stages)) {
+        mbarrier_wait(smem.empty + stage.index, stage.parity ^ 1);
+        mbarrier_arrive_expect_tx(smem.full + stage.index, Tile::kWeightBytes);
+        tma_load_3d(smem.stages + stage.index * smem.stage_bytes, &p.shared.weight_map, smem.full + stage.index,
+                    step * Tile::kDepth, work.weight_row, 0);
+      }
+      continue;
+    }
     // The tile's rows of one step lie in order in one box of the weight, or in two neighbouring ones.
     const int box_row = work.weight_row % Tile::kWeightRows;
     const int64_t first_row = int64_t{work.group.x} * p.weight_rows + work.weight_row - box_row;
@@ -259,7 +309,7 @@ __device__ __forceinline__ void produce_weights(const ExpertsProductParams& p, c
 
 // One thread: `rows` rows of tokens from `row` on, a multiple of eight, as few boxes. For pairs into both CTAs.
 template <Cta kCta>
-__device__ __forceinline__ void load_rows(const ExpertsProductParams& p, char* dst, uint64_t* full, int step, int row,
+__device__ __forceinline__ void load_rows(const CUtensorMap* maps, char* dst, uint64_t* full, int step, int row,
                                           int rows) {
 #pragma unroll
   for (int i = kExpertsTokenMaps - 1; i >= 0; --i) {
@@ -267,9 +317,9 @@ __device__ __forceinline__ void load_rows(const ExpertsProductParams& p, char* d
     const int boxes = i == kExpertsTokenMaps - 1 ? rows / height : rows / height % 2;
     for (int box = 0; box < boxes; ++box, row += height, dst += height * Tile::kRowBytes) {
       if constexpr (kCta == Cta::kAlone) {
-        tma_load_3d(dst, &p.token_maps[i], full, step * Tile::kDepth, row, 0);
+        tma_load_3d(dst, maps + i, full, step * Tile::kDepth, row, 0);
       } else {
-        tma_load_3d_pair(dst, &p.token_maps[i], full, step * Tile::kDepth, row, 0);
+        tma_load_3d_pair(dst, maps + i, full, step * Tile::kDepth, row, 0);
       }
     }
   }
@@ -299,7 +349,9 @@ __device__ __forceinline__ void produce_tokens(const ExpertsProductParams& p, co
         if (lane + i * kWarpSize < group.z) own_token[i] = smem.few->token_of[group.y + lane + i * kWarpSize];
       }
     }
-    for (int step = 0; step < p.steps; ++step, stage.next(smem.num_stages)) {
+    const CUtensorMap* maps = work.is_shared ? p.shared.token_maps : p.token_maps;
+    const int steps = work.is_shared ? p.shared.steps : p.steps;
+    for (int step = 0; step < steps; ++step, stage.next(smem.num_stages)) {
       char* dst = smem.stages + stage.index * smem.stage_bytes + Tile::kWeightBytes;
       uint64_t* full = smem.full + stage.index;
       if (gathers) {
@@ -316,7 +368,7 @@ __device__ __forceinline__ void produce_tokens(const ExpertsProductParams& p, co
       } else if (lane == 0) {
         mbarrier_wait(smem.empty + stage.index, stage.parity ^ 1);
         mbarrier_arrive_expect_tx(full, rows * Tile::kRowBytes);
-        load_rows<kCta>(p, dst + begin * Tile::kRowBytes, full, step, group.y + begin, own_rows);
+        load_rows<kCta>(maps, dst + begin * Tile::kRowBytes, full, step, group.y + begin, own_rows);
       }
     }
   }
@@ -341,7 +393,8 @@ __device__ __forceinline__ void compute_tile(const ExpertsProductParams& p, cons
   };
   float sums[kTokens / 2] = {};  // else the registers of all sizes would be alive through the whole loop of tiles
   int previous = 0;
-  for (int step = 0; step < p.steps; ++step) {
+  const int steps = work.is_shared ? p.shared.steps : p.steps;
+  for (int step = 0; step < steps; ++step) {
     mbarrier_wait(smem.full + stage.index, stage.parity);
     const uint64_t at = stage.index * (smem.stage_bytes / 16);
     wgmma_fence_operand(sums);
@@ -375,7 +428,8 @@ __device__ __forceinline__ void compute_tile(const ExpertsProductParams& p, cons
   };
   const int first_col = (kDown ? work.weight_row : work.weight_row / 2) + half * kCols;
   const int pieces = min(kPieces, work.units * (kDown ? 2 : 1) - half * kPieces);  // that the tile has
-  __nv_bfloat16* out = p.out + int64_t{group.y} * p.out_width + first_col;
+  const int out_width = work.is_shared ? p.shared.out_width : p.out_width;
+  __nv_bfloat16* out = (work.is_shared ? p.shared.out : p.out) + int64_t{group.y} * out_width + first_col;
 #pragma unroll
   for (int begin = 0; begin < kTokens; begin += kTurn) {
     constexpr int kBlocks = kTurn / 8;
@@ -413,7 +467,7 @@ __device__ __forceinline__ void compute_tile(const ExpertsProductParams& p, cons
     for (int i = thread; i < rows * kPieces; i += Tile::kWarpgroup) {
       const int token = i / kPieces, piece = i % kPieces;
       if (piece >= pieces) continue;
-      *reinterpret_cast<uint4*>(out + int64_t{begin + token} * p.out_width + piece * 8) =
+      *reinterpret_cast<uint4*>(out + int64_t{begin + token} * out_width + piece * 8) =
           *reinterpret_cast<const uint4*>(turn + place(token, piece));
     }
   }

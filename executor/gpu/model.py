@@ -12,7 +12,7 @@ import torch
 
 from rorqual.kernels.abi import StreamWaitArgs
 from rorqual.kernels.elementwise import mla_store, rms_norm
-from rorqual.kernels.experts import make_experts_workspace, moe_combine, moe_experts
+from rorqual.kernels.experts import FEW_CHOICES, SharedMlp, make_experts_workspace, moe_combine, moe_experts
 from rorqual.kernels.linear import (
     Tiling,
     absorb_q,
@@ -43,6 +43,8 @@ AHEAD_ROWS, AHEAD_BYTES = 4, 12 << 20
 """In a step of at most so many decode rows, so much of the feed-forward part's first weight is brought into L2 while attention,
 a chain of short kernels, leaves the memory idle. On an H200 with V2-Lite a step of 1 row took 1.6 % less, of 16 rows and
 more as much or more."""
+TOGETHER_ROWS = 0
+"""In a step with chunks of at most so many rows the shared experts are tiles of the routed experts' kernels."""
 MAX_RECORDED = 64
 """Steps of different sizes whose launches are kept, some 10 kB each."""
 
@@ -534,8 +536,13 @@ class GpuModel:
             rms_norm(x, next_norm, config.rms_norm_eps, out=normed, library=self._launches)
             return
         beside = self._side if is_decode and num_rows <= BESIDE_ROWS else None
+        shared: SharedMlp | None = None
         if mlp.shared_gate_up is None or mlp.shared_down is None:
             beside = None
+        elif not is_decode and not self.deterministic and self._takes_shared(num_rows, mlp.shared_down):
+            width = mlp.shared_down.shape[1]
+            h = self.gated[: num_rows * width].view(num_rows, width)
+            shared = SharedMlp(mlp.shared_gate_up, mlp.shared_down, h, self.projected[:num_rows])
         elif beside is None or self._launches is None:
             self._gated_mlp(normed, mlp.shared_gate_up, mlp.shared_down, x)
         else:
@@ -569,6 +576,7 @@ class GpuModel:
             mlp.down,
             self.experts_workspace,
             deterministic=self.deterministic,
+            shared=shared,
             library=self._launches,
         )
         if beside is not None and self._launches is not None:
@@ -580,8 +588,14 @@ class GpuModel:
             norm_weight=next_norm,
             eps=config.rms_norm_eps,
             normed_out=normed,
+            shared_y=None if shared is None else shared.y,
             library=self._launches,
         )
+
+    def _takes_shared(self, num_rows: int, shared_down: torch.Tensor) -> bool:
+        """Whether the routed experts' kernels compute the shared ones of so many rows too."""
+        few = num_rows * self.config.num_experts_per_tok <= FEW_CHOICES
+        return not few and num_rows <= TOGETHER_ROWS and shared_down.shape[1] % 128 == 0
 
     def _gated_mlp(
         self,
