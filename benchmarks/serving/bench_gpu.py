@@ -2,11 +2,13 @@
 
     python benchmarks/serving/bench_gpu.py [--concurrencies 1,8,16,32,64,128,256] [--long] [--deterministic]
         [--transformers] [--soak SECONDS] [--out benchmarks/results/h200-v2lite.json] [--plot docs/h200-v2lite.png]
+        [--peer-command "vllm serve {model} --port {port} --max-model-len {max_model_len} ..."]
 
 Each part has a server of its own, started as `rorqual up` starts one. Prompts are texts of exactly --input-len tokens,
 new ones in every run; answers have exactly --output-len, at temperature 0. Two short runs come first and are discarded.
-The figures of the peer beside ours are those of --peer, recorded on the same kind of card; where it holds a point twice,
-the faster one counts. Measured rows replace those of the same point in --out, all others there stay.
+With --peer-command the peer is started after ours has stopped, with the card to itself, and measured at the same points
+by the same client; without it, the figures beside ours are those of --peer, recorded on the same kind of card, and where
+it holds a point twice, the faster one counts. Measured rows replace those of the same point in --out, all others there stay.
 
 The last line is one JSON object. Ratios above 1 mean that ours is faster.
 """
@@ -17,6 +19,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import platform
 import random
@@ -41,6 +44,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 import psutil  # noqa: E402
 import uvloop  # noqa: E402
 from load_client import Answer, Job, LoadError, completion_job, run_jobs, run_load  # noqa: E402
+from peer_server import Peer, PeerError, start_peer  # noqa: E402
 from word_tokenizer import random_text, words, write_tokenizer  # noqa: E402
 
 from rorqual.launch import Stack, StackError, make_plan  # noqa: E402
@@ -136,6 +140,11 @@ class Server:
     def url(self) -> str:
         return self.stack.url
 
+    @property
+    def request_fields(self) -> dict[str, Any]:
+        """What its requests need beside the prompt and the lengths."""
+        return {}
+
     def scheduler(self) -> dict[str, float]:
         return scrape(self.metrics_port)
 
@@ -173,17 +182,25 @@ def free_ports(count: int) -> int:
 
 
 @contextlib.contextmanager
+def model_folder(shape: Path) -> Iterator[tuple[Path, list[str]]]:
+    """What to serve, and its words: a shape without a tokenizer gets one of words, any other has none known."""
+    if (shape / "tokenizer.json").exists():
+        yield shape, []
+        return
+    vocab_size = json.loads((shape / "config.json").read_text())["vocab_size"]
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        model = Path(name) / shape.name
+        shutil.copytree(shape, model)
+        write_tokenizer(model, vocab_size)
+        yield model, words(vocab_size)
+
+
+@contextlib.contextmanager
 def serve(
     shape: Path, settings: dict[str, Any], log_dir: Path, timeout_s: float, num_gateways: int = 1
 ) -> Iterator[Server]:
-    """The stack, ready; a shape without a tokenizer gets one of words."""
-    with tempfile.TemporaryDirectory(prefix="bench-") as name:
-        model = shape
-        vocab_size = json.loads((shape / "config.json").read_text())["vocab_size"]
-        if not (shape / "tokenizer.json").exists():
-            model = Path(name) / shape.name
-            shutil.copytree(shape, model)
-            write_tokenizer(model, vocab_size)
+    """The stack, ready."""
+    with model_folder(shape) as (model, vocab):
         base = free_ports(4)
         values = {"model": str(model), "port": 0, "metrics_port": base, "log_level": "info", **settings}
         shutil.rmtree(log_dir, ignore_errors=True)
@@ -200,8 +217,7 @@ def serve(
             raise SystemExit(f"the server did not start: {error.message}") from None
         try:
             ready_s = time.perf_counter() - started_s
-            is_own = model is not shape
-            server = Server(stack, base, words(vocab_size) if is_own else [], ready_s, settings)
+            server = Server(stack, base, vocab, ready_s, settings)
             print(f"ready after {ready_s:.1f} s at {stack.url}", flush=True)
             yield server
             server.failures += [line for line in lines if line.startswith("died")]
@@ -209,7 +225,7 @@ def serve(
             stack.stop()
 
 
-def prompts(server: Server, count: int, num_tokens: int, rng: random.Random) -> list[str]:
+def prompts(server: Server | Peer, count: int, num_tokens: int, rng: random.Random) -> list[str]:
     """Texts of exactly `num_tokens` tokens, what the tokenizer adds included."""
     if not server.vocab:
         candidates = "time people house water light story river stone night morning garden friend little".split()
@@ -219,7 +235,7 @@ def prompts(server: Server, count: int, num_tokens: int, rng: random.Random) -> 
     return [random_text(server.vocab, num_tokens - server.num_added, rng) for _ in range(count)]
 
 
-def tokenize(server: Server, text: str, *, bare: bool) -> list[int]:
+def tokenize(server: Server | Peer, text: str, *, bare: bool) -> list[int]:
     """As the server does; `bare`: without what it adds to a prompt."""
     body = {"prompt": text, "add_special_tokens": not bare}
     request = urllib.request.Request(
@@ -234,11 +250,17 @@ def tokenize(server: Server, text: str, *, bare: bool) -> list[int]:
 
 
 async def measure(
-    server: Server, gpu: GpuWatch, concurrency: int, count: int, input_len: int, output_len: int, timeout_s: float
+    server: Server | Peer,
+    gpu: GpuWatch,
+    concurrency: int,
+    count: int,
+    input_len: int,
+    output_len: int,
+    timeout_s: float,
 ) -> dict[str, Any]:
     """One run at one concurrency. Raises LoadError where a request failed or had other lengths than asked."""
     texts = prompts(server, count, input_len, random.Random())
-    jobs = [completion_job(text, input_len, output_len) for text in texts]
+    jobs = [completion_job(text, input_len, output_len, **server.request_fields) for text in texts]
     cpu, steps = server.cpu_s(), server.executor()
     gpu.take_watts()
     run = await run_load(server.url, jobs, concurrency, timeout_s)
@@ -260,14 +282,14 @@ async def measure(
     return row if watts is None else {**row, "mean_watts": watts}
 
 
-def show(name: str, row: dict[str, Any], peer: dict[str, Any] | None) -> None:
+def show(name: str, row: dict[str, Any], beside: dict[str, Any] | None) -> None:
     ttft, tpot = row["ttft_ms"], row["tpot_ms"]
     text = (
         f"{name:>16} {row['output_tok_s']:9.1f} tok/s  TTFT {ttft['mean']:8.1f} /{ttft['p99']:8.1f} ms  "
         f"TPOT {tpot['mean']:6.2f} /{tpot['p99']:6.2f} ms"
     )
-    if peer is not None:
-        text += f"  x{row['output_tok_s'] / peer['output_tok_s']:.3f} of {peer['output_tok_s']:.0f}"
+    if beside is not None:
+        text += f"  x{row['output_tok_s'] / beside['output_tok_s']:.3f} of {beside['output_tok_s']:.0f}"
     shares = " ".join(f"{part}={share:.2f}" for part, share in row["cpu_share"].items())
     print(f"{text}  cores: {shares}  steps: {row['steps']}", flush=True)
 
@@ -401,7 +423,7 @@ def run_transformers(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def peer_row(record: dict[str, Any], point: tuple[int, int, int]) -> dict[str, Any] | None:
-    """The peer's fastest run at (input_len, output_len, concurrency)."""
+    """The peer's fastest recorded run at (input_len, output_len, concurrency)."""
     runs = [r for r in record["runs"] if (r["input_len"], r["output_len"], r["concurrency"]) == point]
     best = max(runs, key=lambda r: r["output_tok_s"], default=None)
     if best is None:
@@ -409,6 +431,7 @@ def peer_row(record: dict[str, Any], point: tuple[int, int, int]) -> dict[str, A
     return {
         "name": record["name"],
         "source": record["source"],
+        "same_run": False,
         **{k: best[k] for k in best if k.endswith(("_s", "_ms", "_gib"))},
     }
 
@@ -450,6 +473,7 @@ class Record:
 
     def __init__(self, path: Path | None, peer: dict[str, Any]) -> None:
         self._path, self._peer = path, peer
+        self._measured: set[tuple[str, tuple[int, int, int]]] = set()  # in this call
         self.value: dict[str, Any] = {}
         if path is not None and path.exists():
             self.value = json.loads(path.read_text())
@@ -462,8 +486,11 @@ class Record:
         self.value.setdefault("serving", [])
         self.value.setdefault("kernels", [])
 
-    def point(self, kind: str, point: tuple[int, int, int], row: dict[str, Any]) -> dict[str, Any] | None:
-        """`kind`: "ours" or "deterministic". Returns the peer's figures there."""
+    def point(
+        self, kind: str, point: tuple[int, int, int], row: dict[str, Any], name: str = ""
+    ) -> dict[str, Any] | None:
+        """`kind`: "ours", "deterministic", or "peer" with its `name`. Returns what the figures are held against there:
+        ours against those of a peer measured in this call, else against the recorded ones; a peer's against ours."""
         input_len, output_len, concurrency = point
         names = {"concurrency": concurrency, "input_len": input_len, "output_len": output_len}
         rows = self.value["serving"]
@@ -472,17 +499,28 @@ class Record:
             found = dict(names)
             rows.append(found)
             rows.sort(key=lambda r: (r["input_len"], r["output_len"], r["concurrency"]))
-        found[kind] = {**row, "commit": self.value["commit"]}
-        peer = peer_row(self._peer, point)
-        if peer is not None:
-            found["peer"] = peer
-            if "ours" in found:
-                found["ratio"] = round(found["ours"]["output_tok_s"] / peer["output_tok_s"], 3)
+        self._measured.add((kind, point))
+        recorded = peer_row(self._peer, point)
+        if kind == "peer":
+            same_run = ("ours", point) in self._measured
+            found["peer"] = {"name": name, "source": "measured by this command", "same_run": same_run, **row}
+            if recorded is not None:
+                found["peer"]["recorded_output_tok_s"] = recorded["output_tok_s"]
+        else:
+            found[kind] = {**row, "commit": self.value["commit"]}
+            if ("peer", point) not in self._measured:
+                found.pop("peer", None)
+                found.pop("ratio", None)
+                if recorded is not None:
+                    found["peer"] = recorded
+        if "ours" in found and "peer" in found:
+            found["ratio"] = round(found["ours"]["output_tok_s"] / found["peer"]["output_tok_s"], 3)
         if "ours" in found and "deterministic" in found:
             share = found["deterministic"]["output_tok_s"] / found["ours"]["output_tok_s"]
             found["deterministic_share"] = round(share, 3)
         self.write()
-        return peer
+        beside: dict[str, Any] | None = found.get("ours" if kind == "peer" else "peer")
+        return beside
 
     def take_kernels(self, path: Path) -> None:
         """Rows of benchmarks/kernels/bench.py's record, in place of those of the same kernels."""
@@ -520,7 +558,7 @@ def shortfalls(record: dict[str, Any]) -> list[str]:
             found.append(f"{name}: {row['ratio']:.3f} of the peer's tokens a second, {reach} to reach")
         if ours["ttft_ms"]["mean"] > peer["ttft_ms"]["mean"]:
             found.append(f"{name}: TTFT {ours['ttft_ms']['mean']:.1f} ms, the peer's {peer['ttft_ms']['mean']:.1f}")
-        if (ours.get("peak_gib") or 0) > peer["peak_gib"]:
+        if (ours.get("peak_gib") or 0) > (peer.get("peak_gib") or math.inf):
             found.append(f"{name}: peak {ours['peak_gib']} GiB, the peer's {peer['peak_gib']}")
     return found
 
@@ -564,8 +602,9 @@ def plot(record: dict[str, Any], path: Path) -> None:
 
 
 async def run_points(
-    server: Server, gpu: GpuWatch, record: Record, kind: str, points: Sequence[tuple[int, int, int]], args: Any
+    server: Server | Peer, gpu: GpuWatch, record: Record, kind: str, points: Sequence[tuple[int, int, int]], args: Any
 ) -> None:
+    name = server.name if isinstance(server, Peer) else ""
     for concurrency, count, output_len in ((min(64, args.warmup), 3 * args.warmup // 2, 48), (8, 16, 48)):
         await measure(server, gpu, concurrency, count, points[0][0], min(output_len, points[0][1]), args.run_timeout)
     for point in points:
@@ -574,7 +613,7 @@ async def run_points(
         count = min(512, max(8, per_slot * concurrency))
         row = await measure(server, gpu, concurrency, count, input_len, output_len, args.run_timeout)
         row |= {"ready_s": round(server.ready_s, 1)}
-        show(f"{kind} {input_len}/{output_len}@{concurrency}", row, record.point(kind, point, row))
+        show(f"{kind} {input_len}/{output_len}@{concurrency}", row, record.point(kind, point, row, name))
 
 
 def part(args: Any, record: Record, settings: dict[str, Any], work: Callable[[Server, GpuWatch], Any]) -> Server:
@@ -611,6 +650,25 @@ def part(args: Any, record: Record, settings: dict[str, Any], work: Callable[[Se
     return server
 
 
+def peer_part(args: Any, record: Record, max_model_len: int, points: Sequence[tuple[int, int, int]]) -> None:
+    """--peer-command's server from start to end, at the points that ours has had. Its failure ends the benchmark."""
+    gpu = GpuWatch()
+    log_dir = args.log_dir or Path(tempfile.gettempdir()) / "rorqual-bench-logs"
+    record.value["peer_command"] = args.peer_command
+    try:
+        with model_folder(args.model) as (model, vocab):
+            port, command = free_ports(1), args.peer_command
+            for name, value in (("model", model), ("port", port), ("max_model_len", max_model_len)):
+                command = command.replace(f"{{{name}}}", str(value))
+            log = log_dir.parent / f"{log_dir.name}-peer.log"  # beside the folder, which the next start of ours empties
+            with start_peer(command, port, vocab, log, args.peer_start_timeout) as peer:
+                uvloop.run(run_points(peer, gpu, record, "peer", points, args))
+    except (PeerError, LoadError, TimeoutError) as error:
+        raise SystemExit(f"the peer failed: {error!r}") from None
+    finally:
+        gpu.close()
+
+
 def quote_logs(log_dir: Path) -> None:
     for path in sorted(log_dir.glob("*.log")):
         lines = path.read_text(errors="replace").splitlines()[-25:]
@@ -638,7 +696,13 @@ def parse_args() -> argparse.Namespace:
     add("--soak", type=float, default=0.0, metavar="SECONDS", help="also mixed lengths and cancels")
     add("--soak-streams", type=int, default=256)
     add("--soak-longest", type=int, default=2000)
-    add("--peer", type=Path, default=RESULTS / "vllm-0.26-h200-v2lite.json")
+    add("--peer", type=Path, default=RESULTS / "vllm-0.26-h200-v2lite.json", help="figures to put beside ours")
+    add(
+        "--peer-command",
+        metavar="COMMAND",
+        help="server to measure in their place, after ours; {model}, {port} and {max_model_len} are filled in",
+    )
+    add("--peer-start-timeout", type=float, default=330.0)
     add("--kernels", type=Path, default=None, help="a record of benchmarks/kernels/bench.py to take over")
     add("--start-timeout", type=float, default=150.0)
     add("--run-timeout", type=float, default=90.0, help="of each run, in seconds")
@@ -662,9 +726,13 @@ def main() -> None:
         record.take_kernels(args.kernels)
     if points:
         part(args, record, settings, lambda server, gpu: run_points(server, gpu, record, "ours", points, args))
+        if args.peer_command:
+            peer_part(args, record, args.max_model_len, points)
     if args.long:
         long_settings = {**settings, "max_model_len": 16384}
         part(args, record, long_settings, lambda server, gpu: run_points(server, gpu, record, "ours", [LONG], args))
+        if args.peer_command:
+            peer_part(args, record, 16384, [LONG])
     if args.deterministic and points:
         fixed = {**settings, "deterministic": True}
         part(args, record, fixed, lambda server, gpu: run_points(server, gpu, record, "deterministic", points, args))

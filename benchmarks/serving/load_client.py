@@ -185,16 +185,18 @@ async def run_jobs(url: str, jobs: Iterator[Job], concurrency: int, *, keep: Cal
 
     async def slot() -> None:
         connection: _Connection | None = None
-        for job in jobs:
-            if connection is None or not connection.is_open:
-                _, connection = await loop.create_connection(
-                    lambda: _Connection(parts.netloc), parts.hostname, parts.port
-                )
-            answer = await connection.request(job.body, job.cancel_after)
-            job.check(answer)
-            keep(answer)
-        if connection is not None:
-            connection.close()
+        try:
+            for job in jobs:
+                if connection is None or not connection.is_open:
+                    _, connection = await loop.create_connection(
+                        lambda: _Connection(parts.netloc), parts.hostname, parts.port
+                    )
+                answer = await connection.request(job.body, job.cancel_after)
+                job.check(answer)
+                keep(answer)
+        finally:  # also after a failure: uvloop waits at its end for connections left open
+            if connection is not None:
+                connection.close()
 
     async with asyncio.TaskGroup() as slots:
         for _ in range(concurrency):
