@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from opentelemetry.context import Context
@@ -108,7 +108,9 @@ class Engine:
     def submit(self, events: Sequence[Event]) -> None:
         """Events of one caller that came together."""
         if events:
-            self._dispatch(self.core.handle_all(events, self.now_s()))
+            effects = self.core.handle_all(events, self.now_s())
+            self._wake(effects.links)  # first, so that orders are on their way before callers are told that they are
+            self._dispatch(effects)
             self._arm_deadline()
 
     def cancel(self, stream_ids: Sequence[int]) -> None:
@@ -261,7 +263,10 @@ class Engine:
             if isinstance(event, (StreamFinished, StreamFailed)):
                 del streams[event.stream_id]
             self._deliver(stream, event)
-        for link_id in effects.links:
+        self._wake(effects.links)
+
+    def _wake(self, link_ids: Iterable[int]) -> None:
+        for link_id in link_ids:
             link = self._links.get(link_id)
             if link is not None:
                 link.wake()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -16,6 +18,7 @@ from rorqual.rpc.channel import open_channel
 from rorqual.rpc.status import from_rpc_error
 from rorqual.v1 import common_pb2, generation_pb2, text_pb2, text_pb2_grpc
 from services.tokenizer.decoder import decode_all
+from services.tokenizer.engine import SHORT_ALONE_BYTES, SHORT_BYTES, TextEngine
 from tests.support.scripted_scheduler import Script, ScriptedScheduler
 from tests.support.text_service import (
     EOS,
@@ -516,3 +519,29 @@ async def test_counts_for_prometheus() -> None:
         assert value("rorqual_tokenizer_resumes_total") == 1
         assert value("rorqual_tokenizer_render_seconds_count") == 2
         assert value("rorqual_tokenizer_streams") == 0
+
+
+async def test_where_prompts_are_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the event loop's own thread what is short, the more so while nobody else is served; off it the rest."""
+    threads: list[threading.Thread] = []
+    prepare = TextEngine._prepare
+
+    def recorded(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        return prepare(*args)
+
+    monkeypatch.setattr(TextEngine, "_prepare", recorded)
+    short, middle, long = (chat("a" * (size - 100)) for size in (SHORT_BYTES, SHORT_ALONE_BYTES, 2 * SHORT_ALONE_BYTES))
+    with_template = chat("a")
+    with_template.chat_template = "{{ bos_token }}{{ messages[0].content }}"
+    scheduler = ScriptedScheduler(lambda request: steps([EOS]), vocab_size=8192, max_model_len=100_000)
+    async with serving(lambda request: steps([EOS]), scheduler=scheduler) as stack:
+        for request in (middle, with_template, long):  # each alone
+            assert (await hear(stack.stub.Chat(request))).finished
+        await stack.scheduler.pause()
+        calls = []
+        for request in (middle, middle, short):
+            calls.append(stack.stub.Chat(request))
+            await stack.scheduler.wait_for(lambda: len(stack.scheduler.seen.opened) == 3 + len(calls))
+    on_loop = [thread is threading.current_thread() for thread in threads]
+    assert on_loop == [True, False, False, True, False, True]
