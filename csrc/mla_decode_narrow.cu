@@ -188,6 +188,7 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, co
 #pragma unroll
       for (int i = 0; i < T::kScores; ++i) out[c][i] = 0.f;
     }
+    int join_at = min(segment.begin + p.split_blocks, segment.end);  // where the split at work ends, if it is to be joined
     more = walk.next(next_segment);  // here, where the query and the first block are still under way
     mbarrier_wait(&barriers.query_full[query_stage], query_phase);
 
@@ -292,7 +293,8 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, co
       for (int c = 0; c < Mla::kLatentChunks; ++c) wgmma_fence_operand(out[c]);
       if (lane == 0) mbarrier_arrive(&barriers.block_empty[stage]);
       if constexpr (T::kJoins) {
-        if (!single && (block + 1 == segment.end || (block + 1) % p.split_blocks == 0)) {
+        if (!single && block + 1 == join_at) {
+          join_at = min(join_at + p.split_blocks, segment.end);
           sum_rows();
           float old_weight[T::kOwnRows], new_weight[T::kOwnRows];
 #pragma unroll

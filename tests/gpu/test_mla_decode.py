@@ -227,6 +227,46 @@ def test_plan_takes_every_block_once(
     assert longest <= -(-(total + workspace.overhead_blocks * len(kv_lens)) // num_parts) * 17 // 16
 
 
+@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize("num_parts", [1, 7, 66, 132])
+@pytest.mark.parametrize(
+    "kv_lens", [[1], [640] * 16, [8320] * 16, [8192] * 4, [4096] * 32, [9001, *[640] * 31], [700, 0, 64, 1, 333] * 30]
+)
+def test_plan_of_fixed_splits(
+    device: torch.device, library: KernelLibrary, kv_lens: list[int], num_parts: int, num_heads: int
+) -> None:
+    """Parts hold whole splits, each block once, and where parts suffice for it none is longer than it must be."""
+    workspace = make_workspace(
+        device,
+        max_batch=len(kv_lens),
+        num_heads=num_heads,
+        num_parts=num_parts,
+        deterministic=True,
+        max_kv_len=max(kv_lens),
+    )
+    lens = torch.tensor(kv_lens, dtype=torch.int32, device=device)
+    starts = torch.arange(len(kv_lens) + 1, dtype=torch.int32, device=device)
+    plan_decode(workspace, lens, starts, library=library)
+    split = int(workspace.plan[3])
+    blocks = [-(-kv_len // 64) for kv_len in kv_lens]
+    longest = 0
+    for num_blocks, (pieces, num_splits) in zip(blocks, parts_of(workspace, len(kv_lens)), strict=True):
+        edges = [0, *(end for _, end in pieces)]
+        assert [begin for begin, _ in pieces] == edges[:-1]
+        assert edges[-1] == num_blocks
+        assert num_splits == -(-num_blocks // split)
+        assert all(begin % split == 0 for begin, _ in pieces)
+        longest = max([longest, *(end - begin for begin, end in pieces)])
+    even = max(1, -(-sum(-(-n // split) for n in blocks) // num_parts)) * split
+    assert longest <= even
+    if len(kv_lens) <= num_parts:
+        for length in range(split, even):
+            whole = length // split * split
+            if sum(1 + -(-max(n - length, 0) // whole) for n in blocks if n > 0) <= num_parts:
+                assert longest <= length
+                break
+
+
 @pytest.mark.parametrize("num_heads", [4, 16, 64])
 @pytest.mark.parametrize("num_parts", [10, 40])
 def test_many_splits(device: torch.device, library: KernelLibrary, num_parts: int, num_heads: int) -> None:
@@ -286,6 +326,20 @@ def test_deterministic_bits_depend_on_the_sequence_alone(
             step_out, step_lse = step.run(single, library)
             assert torch.equal(step_out[0], out[seq * max_q_len + query])
             assert torch.equal(step_lse[0], lse[seq * max_q_len + query])
+
+
+def test_how_rows_are_combined_does_not_show(device: torch.device, library: KernelLibrary) -> None:
+    """Many rows are combined by a warp each, few by a CTA each: the same bits, also beyond the 32 splits of a warp."""
+    kv_lens = [9001, 700, 64, 1, 0, 130, 129, 2000, 4097]
+    case = make_case(device, kv_lens, 128)
+    options = {"num_heads": 128, "deterministic": True, "max_kv_len": max(kv_lens), "split_blocks": 2}
+    out, lse = case.run(make_workspace(device, max_batch=len(kv_lens), **options), library)
+    assert_matches((out, lse), case.reference())
+    alone = make_workspace(device, max_batch=1, **options)
+    for seq in range(len(kv_lens)):
+        own_out, own_lse = case.only(seq).run(alone, library)
+        assert torch.equal(own_out[0], out[seq])
+        assert torch.equal(own_lse[0], lse[seq])
 
 
 @pytest.mark.parametrize("num_heads", [4, 16])
