@@ -29,7 +29,7 @@ def args(tmp_path: Path) -> argparse.Namespace:
         log_dir=tmp_path / "logs",
         peer_command=PEER,
         peer_start_timeout=30.0,
-        run_timeout=20.0,
+        run_timeout=100.0,
         per_slot=8,
         warmup=2,
     )

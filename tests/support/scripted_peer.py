@@ -57,7 +57,7 @@ async def serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
             data = f"data: {event}\n\n".encode()
             writer.write(b"%x\r\n%s\r\n" % (len(data), data))
             await writer.drain()
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
         writer.write(b"0\r\n\r\n")
     else:
         found = answer(line[0], line[1], body)
