@@ -11,6 +11,11 @@ using bf16 = __nv_bfloat16;
 
 constexpr int kTileRows = rorqual::kExpertsTileRows, kDepth = 64;
 
+// Whether CTAs work in pairs on a weight of so many rows.
+bool pairs(const RorqualExperts* a, int weight_rows) {
+  return a->paired && !a->few && weight_rows % (2 * kTileRows) == 0 && a->num_ctas >= 2;
+}
+
 // 0, or RORQUAL_EINVAL with a message.
 int check(const RorqualExperts* a, const std::string& name) {
   const auto text = [](int64_t value) { return std::to_string(value); };
@@ -31,13 +36,17 @@ int check(const RorqualExperts* a, const std::string& name) {
                   name + ": few needs num_tokens * top_k <= 64 and group_tokens <= 64, got " +
                       text(a->num_tokens * a->top_k) + " and " + text(a->group_tokens));
   if (a->shared_width != 0) {
-    RORQUAL_REQUIRE(a->shared_width >= kDepth && a->shared_width % (a->paired ? 2 * kDepth : kDepth) == 0,
-                    name + ": shared_width must be a positive multiple of 64, of 128 if paired, got " +
+    RORQUAL_REQUIRE(a->shared_width >= kDepth && a->shared_width % (2 * kDepth) == 0,
+                    name + ": shared_width must be a positive multiple of 128, got " +
                         text(a->shared_width));
-    RORQUAL_REQUIRE(!a->few && !a->even, name + ": a shared MLP goes with neither few nor even");
+    RORQUAL_REQUIRE(pairs(a, a->hidden) && pairs(a, 2 * a->width) && !a->even,
+                    name + ": a shared MLP needs pairs, and weights of a multiple of 256 rows");
     for (const int tokens : {a->shared_group_gate_up, a->shared_group_down}) {
-      RORQUAL_REQUIRE(tokens >= 8 && tokens % 8 == 0 && tokens <= a->group_tokens,
-                      name + ": shared groups must be multiples of 8 in [8, group_tokens], got " + text(tokens));
+      const bool is_double = tokens == 2 * rorqual::kExpertsDoubleTokens &&
+                             a->group_tokens == rorqual::kExpertsDoubleTokens;
+      RORQUAL_REQUIRE(is_double || (tokens >= 8 && tokens % 8 == 0 && tokens <= a->group_tokens),
+                      name + ": shared groups must be multiples of 8 in [8, group_tokens], or 256 of pairs with 128, got " +
+                          text(tokens));
     }
     RORQUAL_REQUIRE(a->shared_turns >= 1, name + ": shared_turns must be >= 1, got " + text(a->shared_turns));
     RORQUAL_REQUIRE(a->num_tokens == 0 || (a->shared_gate_up && a->shared_down && a->shared_h && a->shared_y),
@@ -104,10 +113,6 @@ void sort_few(const RorqualExperts* a, rorqual::ExpertsProductParams& p) {
   p.num_experts = a->num_experts;
 }
 
-bool paired(const RorqualExperts* a, const rorqual::ExpertsProductParams& p) {
-  return a->paired && !a->few && p.weight_rows % (2 * kTileRows) == 0 && a->num_ctas >= 2;
-}
-
 }  // namespace
 
 extern "C" int32_t rorqual_experts_plan_chunks(int32_t num_choices) {
@@ -161,7 +166,7 @@ extern "C" int rorqual_experts_gate_up(const RorqualExperts* a, void* stream) {
   p.group_tokens = a->group_tokens;
   p.even = a->even != 0;
   sort_few(a, p);
-  return rorqual::from_cuda(rorqual::launch_experts_gate_up(p, a->num_ctas, paired(a, p), on), "experts_gate_up");
+  return rorqual::from_cuda(rorqual::launch_experts_gate_up(p, a->num_ctas, pairs(a, p.weight_rows), on), "experts_gate_up");
 }
 
 extern "C" int rorqual_experts_down(const RorqualExperts* a, void* stream) {
@@ -183,7 +188,7 @@ extern "C" int rorqual_experts_down(const RorqualExperts* a, void* stream) {
   p.group_tokens = a->group_tokens;
   p.even = a->even != 0;
   sort_few(a, p);
-  return rorqual::from_cuda(rorqual::launch_experts_down(p, a->num_ctas, paired(a, p), static_cast<cudaStream_t>(stream)),
+  return rorqual::from_cuda(rorqual::launch_experts_down(p, a->num_ctas, pairs(a, p.weight_rows), static_cast<cudaStream_t>(stream)),
                             "experts_down");
 }
 

@@ -12,7 +12,7 @@ import torch
 
 from rorqual.kernels.abi import StreamWaitArgs
 from rorqual.kernels.elementwise import mla_store, rms_norm
-from rorqual.kernels.experts import FEW_CHOICES, SharedMlp, make_experts_workspace, moe_combine, moe_experts
+from rorqual.kernels.experts import SharedMlp, make_experts_workspace, moe_combine, moe_experts, takes_shared
 from rorqual.kernels.linear import (
     Tiling,
     absorb_q,
@@ -594,8 +594,7 @@ class GpuModel:
 
     def _takes_shared(self, num_rows: int, shared_down: torch.Tensor) -> bool:
         """Whether the routed experts' kernels compute the shared ones of so many rows too."""
-        few = num_rows * self.config.num_experts_per_tok <= FEW_CHOICES
-        return not few and num_rows <= TOGETHER_ROWS and shared_down.shape[1] % 128 == 0
+        return num_rows <= TOGETHER_ROWS and takes_shared(self.experts_workspace, num_rows, shared_down.shape[1])
 
     def _gated_mlp(
         self,

@@ -27,6 +27,7 @@ TILE_ROWS, TILE_DEPTH = 128, 64  # a box of a weight in shared memory, [128, 64]
 CHUNK_CHOICES = 2048  # choices that one CTA of the plan sorts
 FEW_CHOICES = 64  # up to so many, the products sort them themselves
 ALONE_TOKENS = 32  # beyond so many, CTAs work in pairs that share a group's tokens
+DOUBLE_TOKENS = 128  # of each stage, where a tile of the shared MLP takes two
 # Tokens of a tile of the shared MLP's gate and up, and of its down, at most; and at how many different times CTAs take them.
 SHARED_GROUP_TOKENS, SHARED_TURNS = (128, 64), 3
 
@@ -164,7 +165,7 @@ def make_experts_workspace(
 
 @dataclass(frozen=True, slots=True)
 class SharedMlp:
-    """An MLP that all tokens go through, to be computed beside the experts of a step of more than 64 choices."""
+    """An MLP that all tokens go through, to be computed beside the experts of a step of more than 32 tokens (`takes`)."""
 
     gate_up: torch.Tensor  # bf16 [2 * width, hidden], of `linear.pack_gate_up`; width a multiple of 128
     down: torch.Tensor  # bf16 [hidden, width]
@@ -241,16 +242,22 @@ def experts_stages(
     check("workspace", ws.y, (None, ws.hidden), torch.bfloat16, device)
     if few is None:
         few = num_tokens * ws.top_k <= FEW_CHOICES
+    if paired is None:
+        paired = num_tokens > ALONE_TOKENS
     if shared is not None:
-        _check_shared(shared, num_tokens, ws.hidden, device)
-        if few or even:
-            raise ValueError("shared: goes with neither few nor even")
+        _check_shared(shared, ws, num_tokens, device)
+        if few or even or not paired:
+            raise ValueError("shared: needs pairs, and goes with neither few nor even")
     if library is None:
         if device.type != "cuda":
             return [partial(_experts_reference, x, topk_ids, gate_up, down, ws, shared)]
         library = load()
     if group_tokens is None:
         group_tokens = tokens_of_a_group(num_tokens)
+    if shared_group_tokens is None:
+        shared_group_tokens = SHARED_GROUP_TOKENS
+    # A tile of the shared MLP may take two stages a step, so that its weights are read for twice as many tokens.
+    shared_most = 2 * DOUBLE_TOKENS if group_tokens == DOUBLE_TOKENS else group_tokens
     args = ExpertsArgs(
         y=ws.y.data_ptr(),
         h=ws.h.data_ptr(),
@@ -275,12 +282,12 @@ def experts_stages(
         width=ws.width,
         group_tokens=group_tokens,
         few=int(few),
-        paired=int(num_tokens > ALONE_TOKENS if paired is None else paired),
+        paired=int(paired),
         even=int(even),
         num_ctas=ws.num_ctas,
         shared_width=0 if shared is None else shared.down.shape[1],
-        shared_group_gate_up=min((shared_group_tokens or SHARED_GROUP_TOKENS)[0], group_tokens),
-        shared_group_down=min((shared_group_tokens or SHARED_GROUP_TOKENS)[1], group_tokens),
+        shared_group_gate_up=_shared_group(shared_group_tokens[0], group_tokens, shared_most),
+        shared_group_down=_shared_group(shared_group_tokens[1], group_tokens, shared_most),
         shared_turns=shared_turns or SHARED_TURNS,
     )
     names = ("rorqual_experts_plan", "rorqual_experts_gate_up", "rorqual_experts_down")
@@ -349,10 +356,25 @@ def _call_stage(library: KernelLibrary, name: str, args: ExpertsArgs, owners: tu
     library.call(name, args, current_stream(owners[0].device))
 
 
-def _check_shared(shared: SharedMlp, num_tokens: int, hidden: int, device: torch.device) -> None:
-    width = shared.down.shape[-1]
-    if width < TILE_ROWS or width % TILE_ROWS:
-        raise ValueError(f"shared: its width must be a multiple of {TILE_ROWS}, got {width}")
+def _shared_group(wanted: int, group_tokens: int, most: int) -> int:
+    return most if wanted >= most else min(wanted, group_tokens)
+
+
+def takes_shared(workspace: ExpertsWorkspace, num_tokens: int, shared_width: int) -> bool:
+    """Whether `moe_experts` can compute a shared MLP of that width beside so many tokens' experts."""
+    ws = workspace
+    return num_tokens > ALONE_TOKENS and not (
+        num_tokens * ws.top_k <= FEW_CHOICES or ws.hidden % 256 or ws.width % 128 or shared_width % 128
+    )
+
+
+def _check_shared(shared: SharedMlp, workspace: ExpertsWorkspace, num_tokens: int, device: torch.device) -> None:
+    width, hidden = shared.down.shape[-1], workspace.hidden
+    if width < 128 or width % 128 or workspace.width % 128 or hidden % 256:
+        raise ValueError(
+            "shared: both widths must be multiples of 128 and hidden of 256, "
+            f"got {width}, {workspace.width} and {hidden}"
+        )
     check("shared.gate_up", shared.gate_up, (2 * width, hidden), torch.bfloat16, device, contiguous_dims=2)
     check("shared.down", shared.down, (hidden, width), torch.bfloat16, device, contiguous_dims=2)
     check("shared.h", shared.h, (num_tokens, width), torch.bfloat16, device, contiguous_dims=2)

@@ -273,7 +273,7 @@ def test_combine(layer: Layer, library: KernelLibrary, generator: torch.Generato
     assert torch.equal(plain, residual)
 
 
-@pytest.mark.parametrize("num_tokens", [13, 65, 200, 513, 1025])
+@pytest.mark.parametrize("num_tokens", [33, 65, 200, 513, 1025])
 def test_shared_mlp(layer: Layer, library: KernelLibrary, generator: torch.Generator, num_tokens: int) -> None:
     if layer.name == "v3" and num_tokens != 65:
         pytest.skip("the same code")
@@ -286,7 +286,8 @@ def test_shared_mlp(layer: Layer, library: KernelLibrary, generator: torch.Gener
     want = h.float() @ down.float().T
     bits = []
     options: list[dict[str, object]] = [{}, {"shared_turns": 1}, {"shared_group_tokens": (64, 128), "shared_turns": 7}]
-    for more in (*options, *({**option, "paired": False, "group_tokens": 64} for option in options)):
+    options += [{"shared_group_tokens": (256, 256), "group_tokens": 128}]
+    for more in (*options, *({**option, "group_tokens": 64} for option in options)):
         poison(layer.workspace)
         h_out, y_out = (
             torch.full((num_tokens, n), float("nan"), dtype=x.dtype, device=device) for n in (width, hidden)

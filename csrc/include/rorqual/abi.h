@@ -146,8 +146,9 @@ typedef struct {
   int32_t paired;        /* 1: two CTAs share a group's tokens, where the weight's rows are a multiple of 256; not if few */
   int32_t even;          /* 1: all CTAs take as many weight rows, for when memory is the limit; not if paired */
   int32_t num_ctas;      /* multiprocessors to use */
-  int32_t shared_width;  /* a multiple of 64, of 128 if paired; not with few or even */
-  int32_t shared_group_gate_up, shared_group_down; /* its tokens of a tile at most: multiples of 8 up to group_tokens */
+  int32_t shared_width;  /* a multiple of 128; needs pairs, and weights of a multiple of 256 rows; not with even */
+  int32_t shared_group_gate_up, shared_group_down; /* its tokens of a tile at most: multiples of 8 up to group_tokens, or
+                          * 256 where that is 128 */
   int32_t shared_turns;  /* >= 1: in how many groups CTAs come to its tiles at different times */
 } RorqualExperts;
 int32_t rorqual_experts_plan_chunks(int32_t num_choices);

@@ -124,6 +124,7 @@ inline constexpr int kExpertsTileRows = 128;
 // So many choices, or fewer, the products sort themselves.
 inline constexpr int kExpertsFewChoices = 64;
 inline constexpr int kExpertsTokenMaps = 5;
+inline constexpr int kExpertsDoubleTokens = 128;  // where a tile of the shared MLP has more, with groups of so many
 
 // Choices in expert order, cut into groups of one expert's rows.
 struct ExpertsPlanParams {
@@ -154,7 +155,9 @@ struct ExpertsShared {
   CUtensorMap token_maps[kExpertsTokenMaps];  // [num_tokens, 64 * steps] in boxes of 8, 16 … x 64
   __nv_bfloat16* out;                         // [num_tokens, out_width]
   int weight_rows, steps, out_width;
-  int num_tokens, group_tokens;  // a tile's tokens at most, a multiple of 8, no more than the routed groups'
+  // A tile's tokens at most: a multiple of 8 up to the routed groups', or of pairs twice kExpertsDoubleTokens if those are
+  // kExpertsDoubleTokens.
+  int num_tokens, group_tokens;
   int turns;                     // in how many groups CTAs come to these tiles at different times
 };
 
