@@ -33,8 +33,9 @@ setup-dev:  ## the same, and what tests and checks need
 serve: setup $(if $(shell command -v nvidia-smi 2>/dev/null),kernels)  ## start the four processes and serve until Ctrl-C (MODEL=/path/to/checkpoint PORT=9000)
 	@$(VENV)/rorqual up $(if $(MODEL),--model "$(MODEL)") $(if $(PORT),--port $(PORT)) $(FLAGS)
 
+# (Side by side, one worker a core; four are enough, for the longest tests alone then decide.)
 test: setup-dev  ## every test that needs no GPU (TESTS=tests/unit for some)
-	@$(VENV)/python -m pytest -m "not gpu" $(TESTS)
+	@$(VENV)/python -m pytest -m "not gpu" -n logical --maxprocesses=4 --dist worksteal $(TESTS)
 
 test-gpu: setup-dev kernels  ## the tests that need a Hopper GPU (TESTS=tests/gpu/test_moe_route.py for some)
 	@$(VENV)/python -m pytest -m gpu $(or $(TESTS),tests/gpu)

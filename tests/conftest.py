@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -14,6 +15,12 @@ from typing import Any
 import grpc
 import hypothesis
 import pytest
+
+# Models are so small here that two threads of a computation mostly wait for each other, and longer where tests run side
+# by side: tests/unit/test_gpu_model.py took ten times the CPU time. (OpenMP reads it when torch is first imported.)
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["RORQUAL_NUM_THREADS"] = "1"  # and so in the executors that tests start
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # a peer that goes away is no news
 
 # How long an example takes says how busy the machine is, and decides no test.
 hypothesis.settings.register_profile("rorqual", deadline=None)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from rorqual.core.config import TokenizerConfig
+from rorqual.launch import Stack, make_plan
 from services.tokenizer.app import TokenizerApp
 from tests.conftest import ServedModel, wait_until
 from tests.support.running_gateway import RunningGateway, running_gateway
@@ -65,56 +67,53 @@ async def test_the_missing_part_is_named() -> None:
         await health(http, f"tokenizer 127.0.0.1:{text_port} is unreachable")
 
 
+@pytest.fixture(scope="module")
+def own_stack(served_model: ServedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Four processes to do harm to: each test leaves them well again."""
+    settings = {"model": served_model.path, **served_model.settings, "port": 0}
+    stack = Stack(make_plan(settings), log_dir=tmp_path_factory.mktemp("logs"))
+    stack.start(timeout_s=120)
+    yield stack
+    stack.stop()
+
+
+def status(stack: Stack) -> tuple[int, str]:
+    response = httpx.get(f"{stack.url}/health", timeout=10)
+    return response.status_code, response.json().get("cause", "")
+
+
 @pytest.mark.parametrize(
     ("victim", "cause"),
     [("executor", "does not answer"), ("scheduler", "the scheduler"), ("tokenizer", "is unreachable")],
 )
-def test_a_stopped_part_is_named_and_goes_on(served_model: ServedModel, tmp_path: Any, victim: str, cause: str) -> None:
+def test_a_stopped_part_is_named_and_goes_on(own_stack: Stack, victim: str, cause: str) -> None:
     """A process that hangs holds its connections: only its silence tells. What waited for it is answered."""
-    from rorqual.launch import Stack, make_plan
-
-    settings = {"model": served_model.path, **served_model.settings, "port": 0}
-    stack = Stack(make_plan(settings), log_dir=tmp_path)
-    stack.start(timeout_s=120)
+    stack = own_stack
+    body = {"prompt": "x", "max_tokens": 50, "ignore_eos": True, "temperature": 0, "seed": 1}
+    whole = httpx.post(f"{stack.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+    os.kill(stack.pids[victim], signal.SIGSTOP)
     try:
-
-        def status() -> tuple[int, str]:
-            response = httpx.get(f"{stack.url}/health", timeout=10)
-            return response.status_code, response.json().get("cause", "")
-
-        body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "temperature": 0, "seed": 1}
-        whole = httpx.post(f"{stack.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
-        os.kill(stack.pids[victim], signal.SIGSTOP)
-        wait_until(lambda: status()[0] == 503 and cause in status()[1], f"/health names the {victim}", BOUND_S)
-        os.kill(stack.pids[victim], signal.SIGCONT)
-        wait_until(lambda: status() == (200, ""), f"the {victim} is back", BOUND_S)
-        assert httpx.post(f"{stack.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"] == whole
+        wait_until(
+            lambda: status(stack)[0] == 503 and cause in status(stack)[1], f"/health names the {victim}", BOUND_S
+        )
     finally:
-        stack.stop()
+        os.kill(stack.pids[victim], signal.SIGCONT)
+    wait_until(lambda: status(stack) == (200, ""), f"the {victim} is back", BOUND_S)
+    assert httpx.post(f"{stack.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"] == whole
 
 
 @pytest.mark.parametrize(
     ("victim", "cause"), [("executor", "no executor"), ("scheduler", "the scheduler"), ("tokenizer", "is unreachable")]
 )
 def test_a_killed_part_is_named_and_comes_back(
-    served_model: ServedModel, tmp_path: Any, victim: str, cause: str
+    own_stack: Stack, monkeypatch: pytest.MonkeyPatch, victim: str, cause: str
 ) -> None:
     """In the real four processes; the launcher starts it again."""
-    from rorqual.launch import Stack, make_plan
-
-    settings = {"model": served_model.path, **served_model.settings, "port": 0}
-    stack = Stack(make_plan(settings), log_dir=tmp_path)
-    stack.start(timeout_s=120)
-    try:
-
-        def status() -> tuple[int, str]:
-            response = httpx.get(f"{stack.url}/health", timeout=10)
-            return response.status_code, response.json().get("cause", "")
-
-        assert status() == (200, "")
-        os.kill(stack.pids[victim], signal.SIGKILL)
-        wait_until(lambda: status()[0] == 503 and cause in status()[1], f"/health names the {victim}", BOUND_S)
-        wait_until(lambda: status()[0] == 200, f"the {victim} is back", 60)
-        assert httpx.post(f"{stack.url}/v1/completions", json={"prompt": "x"}, timeout=30).status_code == 200
-    finally:
-        stack.stop()
+    stack = own_stack
+    # The tokenizer looks each second: a scheduler that was back in less might have been missed by nobody.
+    monkeypatch.setattr("rorqual.launch.stack.BACKOFF_S", (3.0,))
+    assert status(stack) == (200, "")
+    os.kill(stack.pids[victim], signal.SIGKILL)
+    wait_until(lambda: status(stack)[0] == 503 and cause in status(stack)[1], f"/health names the {victim}", BOUND_S)
+    wait_until(lambda: status(stack)[0] == 200, f"the {victim} is back", 60)
+    assert httpx.post(f"{stack.url}/v1/completions", json={"prompt": "x"}, timeout=30).status_code == 200

@@ -249,18 +249,18 @@ def test_a_schema_that_is_no_json(engine: GrammarEngine, text: str) -> None:
     ids=["regex", "long", "product"],
 )  # fmt: skip
 def test_what_costs_too_much_has_a_name(engine: GrammarEngine, constraint: text_pb2.Constraint) -> None:
-    began_s = time.perf_counter()
+    began_s = time.process_time()
     with pytest.raises(InvalidRequestError, match=r"costs too much|KiB") as caught:
         compile_constraint(constraint, engine)
     assert caught.value.reason == "CONSTRAINT_TOO_COMPLEX"
     assert "limits." not in caught.value.message
-    assert time.perf_counter() - began_s < 10
+    assert time.process_time() - began_s < 10
 
 
 def test_costly_regexes_end_in_time(engine: GrammarEngine) -> None:
     """Taken or refused, a thread is not lost to them."""
     for pattern in ("[a-z]{0,50}" * 500, "(a|b)*c" * 200, "(((a?){50}){50}){50}"):
-        began_s = time.perf_counter()
+        began_s = time.process_time()
         with contextlib.suppress(InvalidRequestError):
             compile_constraint(text_pb2.Constraint(regex=pattern), engine)
-        assert time.perf_counter() - began_s < 10
+        assert time.process_time() - began_s < 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import random
 import tempfile
@@ -131,13 +132,17 @@ def test_pieces_of_contractions(cut: Cut, text: str) -> None:
     assert PIECES[cut].of(text) == PIECES[cut].published(text)
 
 
+@functools.cache
+def taken_characters(cut: Cut) -> list[str]:
+    codes = [*range(0xD800), *range(0xE000, 0x10000), *range(0x1F300, 0x1F700)]
+    return [chr(code) for code in codes if PIECES[cut].of(chr(code)) is not None]
+
+
 @each_cut
 @pytest.mark.parametrize("around", ["a{}b 1", "字{} 。"])
 def test_pieces_of_every_character(cut: Cut, around: str) -> None:
     """All that it takes on itself, and enough of it: nearly all characters of texts that are met."""
-    pieces = PIECES[cut]
-    codes = [*range(0xD800), *range(0xE000, 0x10000), *range(0x1F300, 0x1F700)]
-    taken = [chr(code) for code in codes if pieces.of(chr(code)) is not None]
+    pieces, taken = PIECES[cut], taken_characters(cut)
     assert len(taken) > 55_000
     assert set("Straße, naïve “quotes” — 1½ € … Привет мир नमस्ते العربية 한국어 日本語 漢字 ①② ∑ ≠ → █ 😀👍🚀") <= {
         *taken
