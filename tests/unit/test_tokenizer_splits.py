@@ -255,7 +255,7 @@ def test_tokens_learned_beforehand_change_no_id(checkpoint: TextCheckpoint) -> N
     pieces = vocabulary._pieces
     assert pieces is not None
     assert len(pieces._tokens) > 0.9 * len([text for text in vocabulary.raw_text.texts if text])
-    assert not vocabulary.control_ids.intersection(pieces._tokens.values())
+    assert not vocabulary.control_ids.intersection(token_id for (token_id,) in pieces._tokens.values())
     text = material()[:90_000]
     for start in range(0, len(text), 3001):
         part = text[start : start + 3001]
