@@ -3,8 +3,6 @@
 //          pair of k_pe. The other warps take the query heads in turn, a lane one pair of q_pe.
 // Traffic: 1,152 B read + 1,152 B written a token, 256 B of cos and sin, and 128 B read and written a head;
 //          each once. Latency-bound at decode sizes, HBM-bound in a prefill.
-// Ahead:   in a step of few rows memory rests while attention goes from kernel to kernel. Further CTAs ask L2 for a
-//          weight that is read after it, and are gone at once. (An SM asks for some 340 GB/s: so there are several.)
 // Checked against rorqual/kernels/reference.py::rms_norm, apply_rope and mla_store. Rope and copy are exact
 // bit for bit; the norm's sum runs in another order.
 #include "rorqual/device.cuh"
@@ -25,15 +23,6 @@ struct MlaRow {
   static_assert(kVecsPerLane == 2);
 };
 
-constexpr int kAheadCtas = 32, kAheadBytes = 16384;  // CTAs that ask, bytes at once
-
-__device__ __forceinline__ void bring_into_l2(const char* begin, int64_t bytes, int thread, int num_threads) {
-  for (int64_t at = int64_t{thread} * kAheadBytes; at < bytes; at += int64_t{num_threads} * kAheadBytes) {
-    const int size = static_cast<int>(min(int64_t{kAheadBytes}, bytes - at));
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin + at), "r"(size) : "memory");
-  }
-}
-
 constexpr int kHeadsAtOnce = 6;  // heads whose pairs a warp holds at once
 
 // Products and sums are kept apart (no fused multiply-add), so the bits are the reference's.
@@ -50,12 +39,6 @@ __global__ void __launch_bounds__(kWarpSize * MlaRow::kWarps) mla_store_kernel(c
   wait_for_previous_kernel();
   let_dependents_launch();
   const int64_t token = blockIdx.x;
-  if (token >= p.num_tokens) {
-    constexpr int kThreads = kWarpSize * MlaRow::kWarps;
-    const int cta = static_cast<int>(token) - p.num_tokens;
-    if (p.ahead != nullptr) bring_into_l2(p.ahead, p.ahead_bytes, cta * kThreads + threadIdx.x, kAheadCtas * kThreads);
-    return;
-  }
   const int64_t slot = p.slot_mapping[token];
   if (slot < 0) return;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
@@ -126,8 +109,7 @@ __global__ void __launch_bounds__(kWarpSize * MlaRow::kWarps) mla_store_kernel(c
 
 cudaError_t launch_mla_store(const MlaStoreParams& p, cudaStream_t stream) {
   const auto kernel = p.norm_weight != nullptr ? mla_store_kernel<true> : mla_store_kernel<false>;
-  const int num_ctas = p.num_tokens + (p.ahead_bytes > 0 ? kAheadCtas : 0);
-  return launch_kernel(kernel, dim3(num_ctas), kWarpSize * MlaRow::kWarps, stream, {.overlaps = true}, p);
+  return launch_kernel(kernel, dim3(p.num_tokens), kWarpSize * MlaRow::kWarps, stream, {.overlaps = true}, p);
 }
 
 }  // namespace rorqual

@@ -35,9 +35,6 @@ extern "C" int rorqual_mla_store(const RorqualMlaStore* a, void* stream) {
   RORQUAL_REQUIRE(a->cache_block_stride % 8 == 0 && a->c_kv_stride % 8 == 0 && a->k_pe_stride % 2 == 0 &&
                       a->q_pe_token_stride % 2 == 0 && a->q_pe_head_stride % 2 == 0,
                   "mla_store: strides of cache and c_kv must be multiples of 8 elements, of k_pe and q_pe even");
-  RORQUAL_REQUIRE(aligned(a->ahead, 16) && a->ahead_bytes >= 0 && a->ahead_bytes % 16 == 0,
-                  "mla_store: ahead must be 16-byte aligned, and ahead_bytes a multiple of 16 >= 0, got " +
-                      std::to_string(a->ahead_bytes));
   using bf16 = __nv_bfloat16;
   rorqual::MlaStoreParams p{};
   p.cache = static_cast<bf16*>(a->cache);
@@ -49,8 +46,6 @@ extern "C" int rorqual_mla_store(const RorqualMlaStore* a, void* stream) {
   p.cos_sin = static_cast<const float*>(a->cos_sin);
   p.positions = static_cast<const int64_t*>(a->positions);
   p.slot_mapping = static_cast<const int64_t*>(a->slot_mapping);
-  p.ahead = static_cast<const char*>(a->ahead);
-  p.ahead_bytes = a->ahead_bytes;
   p.cache_block_stride = a->cache_block_stride;
   p.c_kv_stride = a->c_kv_stride;
   p.k_pe_stride = a->k_pe_stride;

@@ -40,10 +40,7 @@ class LayerLaunches(KernelLibrary):
     def __init__(self, library: KernelLibrary, own: OwnTensors, layer_idx: int) -> None:
         """`layer_idx`: the layer whose launches are recorded."""
         self._inner = library
-        self._index: dict[int, int] = {}  # by address; a tensor that is there twice counts where it is first
-        for i, tensor in enumerate(own.layers[layer_idx]):
-            if tensor is not None:
-                self._index.setdefault(tensor.data_ptr(), i)
+        self._index = {tensor.data_ptr(): i for i, tensor in enumerate(own.layers[layer_idx]) if tensor is not None}
         self.parts: list[_Launches | Callable[[Pointers], None]] = []
         self.num_launches = 0
 

@@ -31,7 +31,7 @@ from rorqual.kernels.step_state import embed
 
 from ..model.mla import LATENT_NORM_EPS
 from .launches import LayerLaunches, LayerProgram, OwnTensors, Pointers
-from .weights import GpuAttention, GpuDense, GpuLayer, GpuMoe, GpuWeights
+from .weights import GpuAttention, GpuDense, GpuMoe, GpuWeights
 
 LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
 QK = NOPE + ROPE
@@ -39,10 +39,6 @@ BESIDE_ROWS = 256
 """In a step of at most so many decode rows the shared experts read their weights while the router, whose kernels read next
 to nothing, chooses the others. On an H200 with V2-Lite a step of 1 row took 3 % less, of 16 to 128 4 %, of 256 1 %. (Beside
 chunks, launched one by one, it took 4 % more: a launch on another stream waits for the whole of the kernel before.)"""
-AHEAD_ROWS, AHEAD_BYTES = 4, 12 << 20
-"""In a step of at most so many decode rows, so much of the feed-forward part's first weight is brought into L2 while attention,
-a chain of short kernels, leaves the memory idle. On an H200 with V2-Lite a step of 1 row took 1.6 % less, of 16 rows and
-more as much or more."""
 TOGETHER_ROWS = 0
 """In a step with chunks of at most so many rows the shared experts are tiles of the routed experts' kernels."""
 MAX_RECORDED = 64
@@ -187,8 +183,6 @@ class GpuModel:
         self.linear_workspace = make_linear_workspace(device)
         self.fence = empty(1)
         self._library = load() if device.type == "cuda" else None
-        firsts = [first.nbytes for layer in weights.layers if (first := _first_weight(layer)) is not None]
-        self._ahead_bytes = min([AHEAD_BYTES, *firsts])
         self._side = _SideStream(device) if device.type == "cuda" else None
         self._launches: LayerLaunches | None = None  # being recorded
         self._recorded: dict[Hashable, list[tuple[LayerProgram, int, int]]] = {}  # of steps with chunks, by their sizes
@@ -200,13 +194,7 @@ class GpuModel:
         if self._own is None or self._own[0] is not caches:
             layers: list[Pointers] = []
             for i, (layer, cache) in enumerate(zip(self.weights.layers, caches, strict=True)):
-                # (What is read ahead has a place of its own: the attention part is recorded for layers of all kinds.)
-                own: list[torch.Tensor | None] = [
-                    cache,
-                    layer.post_attention_norm,
-                    self._next_norm(i),
-                    _first_weight(layer),
-                ]
+                own: list[torch.Tensor | None] = [cache, layer.post_attention_norm, self._next_norm(i)]
                 for part in (layer.attention, layer.mlp):
                     values = (getattr(part, field.name) for field in dataclasses.fields(part))
                     own += [value for value in values if value is None or isinstance(value, torch.Tensor)]
@@ -388,9 +376,7 @@ class GpuModel:
         self, layer_idx: int, num_decode: int, num_rows: int, chunks: ChunkRows | None, cache: torch.Tensor
     ) -> None:
         """Attention of all rows, from normed rows to `attended`, before its output projection."""
-        layer = self.weights.layers[layer_idx]
-        weights = layer.attention
-        ahead = _first_weight(layer) if chunks is None and num_rows <= AHEAD_ROWS else None
+        weights = self.weights.layers[layer_idx].attention
         qkv = self._linear(self.normed[:num_rows], weights.qkv_a, out=self.qkv[:num_rows], bias=weights.qkv_a_bias)
         q = qkv[:, : weights.q_width]
         if weights.q_b is not None:
@@ -412,8 +398,6 @@ class GpuModel:
             norm_weight=weights.kv_norm,
             eps=LATENT_NORM_EPS,
             latent_out=self.latents[:num_rows] if chunks is not None else None,
-            ahead=ahead,
-            ahead_bytes=0 if ahead is None else self._ahead_bytes,
             library=self._launches,
         )
         if num_decode:
@@ -660,11 +644,6 @@ def _runs_of_a_kind(kinds: Sequence[type]) -> list[tuple[type, int, int]]:
     """Runs [start, end) of equal neighbours."""
     edges = [i for i in range(len(kinds) + 1) if i in (0, len(kinds)) or kinds[i] is not kinds[i - 1]]
     return [(kinds[start], start, end) for start, end in pairwise(edges)]
-
-
-def _first_weight(layer: GpuLayer) -> torch.Tensor | None:
-    """The first that the feed-forward part reads of those that every token needs."""
-    return layer.mlp.gate_up if isinstance(layer.mlp, GpuDense) else layer.mlp.shared_gate_up
 
 
 def _place(tensor: torch.Tensor | None) -> tuple[int, ...]:

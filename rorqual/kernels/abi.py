@@ -25,8 +25,8 @@ class RmsNormArgs(ctypes.Structure):
 
 class MlaStoreArgs(ctypes.Structure):
     _fields_: ClassVar = _fields(
-        ptr="cache latent_out q_pe c_kv k_pe norm_weight cos_sin positions slot_mapping ahead",
-        i64="cache_block_stride c_kv_stride k_pe_stride q_pe_token_stride q_pe_head_stride ahead_bytes",
+        ptr="cache latent_out q_pe c_kv k_pe norm_weight cos_sin positions slot_mapping",
+        i64="cache_block_stride c_kv_stride k_pe_stride q_pe_token_stride q_pe_head_stride",
         i32="num_tokens num_heads",
         f32="eps",
     )

@@ -74,8 +74,6 @@ def mla_store(
     norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
     latent_out: torch.Tensor | None = None,
-    ahead: torch.Tensor | None = None,
-    ahead_bytes: int = 0,
     library: KernelLibrary | None = None,
 ) -> None:
     """Normalise c_kv, turn k_pe and q_pe by their positions, write the latents into the paged cache.
@@ -85,8 +83,7 @@ def mla_store(
     may be strided. q_pe: [num_tokens, num_heads, 64] bf16 or None, turned in place, any even strides. positions:
     int64 [num_tokens]. cos_sin: float32 [num_positions, 64], 32 cosines then 32 sines of the interleaved pairs.
     norm_weight: [512] bf16, or None if c_kv is normalised already. latent_out: [num_tokens, 576] bf16 or None,
-    gets the same rows (those of padding are left alone). ahead: a weight whose first `ahead_bytes`, a multiple of 16, are
-    brought into L2 meanwhile, for a kernel that follows soon.
+    gets the same rows (those of padding are left alone).
     """
     device = cache.device
     check("cache", cache, (None, BLOCK_SIZE, WIDTH), torch.bfloat16, device, contiguous_dims=2)
@@ -126,8 +123,6 @@ def mla_store(
         cos_sin=cos_sin.data_ptr(),
         positions=positions.data_ptr(),
         slot_mapping=slot_mapping.data_ptr(),
-        ahead=None if ahead is None else ahead.data_ptr(),
-        ahead_bytes=ahead_bytes,
         cache_block_stride=cache.stride(0),
         c_kv_stride=c_kv.stride(0),
         k_pe_stride=k_pe.stride(0),

@@ -102,8 +102,6 @@ def test_mla_store(
     want_latent[rows] = torch.cat((normed, turned), dim=-1)
     want_q[rows, :, 128:] = reference.apply_rope(q[rows, :, 128:], cos, sin)
 
-    # (What is brought into L2 meanwhile leaves no other trace.)
-    weight = torch.randn(40_003 * 8, **kwargs) if with_norm else None
     elementwise.mla_store(
         pool[:, 1],
         c_kv,
@@ -114,8 +112,6 @@ def test_mla_store(
         cos_sin=cos_sin,
         norm_weight=norm_weight,
         latent_out=latent,
-        ahead=weight,
-        ahead_bytes=0 if weight is None else weight.nbytes,
         library=library,
     )
     assert torch.equal(q, want_q)

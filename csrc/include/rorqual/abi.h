@@ -11,7 +11,7 @@
 #define RORQUAL_ABI_H
 #include <stdint.h>
 
-#define RORQUAL_ABI_VERSION 5
+#define RORQUAL_ABI_VERSION 6
 #define RORQUAL_EINVAL (-1)
 
 #pragma GCC visibility push(default)
@@ -45,9 +45,7 @@ typedef struct {
   const void* cos_sin;      /* f32 [num_positions, 64]: 32 cosines, 32 sines */
   const void* positions;    /* i64 [num_tokens] */
   const void* slot_mapping; /* i64 [num_tokens]: block * 64 + offset; negative: padding, left alone altogether */
-  const void* ahead;        /* what a later kernel reads, to be brought into L2 meanwhile, or NULL */
   int64_t cache_block_stride, c_kv_stride, k_pe_stride, q_pe_token_stride, q_pe_head_stride;
-  int64_t ahead_bytes;      /* a multiple of 16; 0: nothing */
   int32_t num_tokens, num_heads;
   float eps;
 } RorqualMlaStore;

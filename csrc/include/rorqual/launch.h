@@ -31,9 +31,7 @@ struct MlaStoreParams {
   const float* cos_sin;              // [num_positions, 64]: 32 cosines, then 32 sines
   const int64_t* positions;          // [num_tokens]
   const int64_t* slot_mapping;       // [num_tokens], -1 = padding: nothing of that token is read or written
-  const char* ahead;                 // [ahead_bytes], brought into L2 for a later kernel; or null
   int64_t cache_block_stride, c_kv_stride, k_pe_stride, q_pe_token_stride, q_pe_head_stride;
-  int64_t ahead_bytes;
   int num_tokens, num_heads;  // num_heads 0: no queries
   float eps;
 };
