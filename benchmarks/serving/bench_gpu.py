@@ -78,7 +78,9 @@ class GpuWatch:
             import pynvml
 
             pynvml.nvmlInit()
-            self._nvml, self._handle = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
+            first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # the one that the servers take
+            by = pynvml.nvmlDeviceGetHandleByIndex if first.isdigit() else pynvml.nvmlDeviceGetHandleByUUID
+            self._nvml, self._handle = pynvml, by(int(first) if first.isdigit() else first)
         except Exception:  # NVML's own errors, or no NVML at all
             return
         threading.Thread(target=self._run, daemon=True).start()
