@@ -14,61 +14,41 @@ constexpr int kVecElems = 8;  // bf16 in 16 bytes
 constexpr int kMaxThreads = 256;
 constexpr int kMaxVecs = 8;  // a thread's vectors at most, so rows of up to 16,384 values
 
-// kVecs: 16-byte vectors a thread; vector v of thread t is t + v * blockDim.x. Rows are read some at a time, so that one
-// latency of L2 serves them all: a small step is nothing but that latency.
+// kVecs: 16-byte vectors a thread; vector v of thread t is t + v * blockDim.x.
 template <int kVecs>
-__global__ void __launch_bounds__(kMaxThreads, kVecs == 1 ? 4 : 1)
-    experts_combine_kernel(const ExpertsCombineParams p, int num_vecs) {
-  constexpr int kAtOnce = kVecs == 1 ? 7 : kVecs <= 4 ? 2 : 1;  // rows
+__global__ void __launch_bounds__(kMaxThreads) experts_combine_kernel(const ExpertsCombineParams p, int num_vecs) {
   const int64_t token = blockIdx.x;
   const int lane = threadIdx.x % kWarpSize;
   // Everything but y is older than the second product, which lets this kernel start when all before it have ended.
   const int own_row = lane < p.top_k ? p.row_of[token * p.top_k + lane] : -1;
-  const float own_weight = own_row >= 0 ? p.topk_weights[token * p.top_k + lane] : 0.f;
+  const float own_weight = lane < p.top_k ? p.topk_weights[token * p.top_k + lane] : 0.f;
   uint4* residual = reinterpret_cast<uint4*>(p.residual + token * p.residual_stride);
-  uint4 vecs[kVecs], norm_weights[kVecs];
+  uint4 vecs[kVecs];
 #pragma unroll
   for (int v = 0; v < kVecs; ++v) {
     const int idx = threadIdx.x + v * blockDim.x;
-    vecs[v] = norm_weights[v] = make_uint4(0, 0, 0, 0);
-    if (idx >= num_vecs) continue;
-    vecs[v] = residual[idx];
-    if (p.normed != nullptr) norm_weights[v] = reinterpret_cast<const uint4*>(p.norm_weight)[idx];
+    vecs[v] = idx < num_vecs ? residual[idx] : make_uint4(0, 0, 0, 0);
   }
   wait_for_previous_kernel();
   let_dependents_launch();
   float sum[kVecs][kVecElems] = {};
-  const auto add = [&](int v, const uint4& vec, float weight) {
-    const uint32_t* pairs = reinterpret_cast<const uint32_t*>(&vec);
+#pragma unroll 4
+  for (int choice = 0; choice < p.top_k; ++choice) {
+    const int row = __shfl_sync(0xffffffffu, own_row, choice);
+    const float weight = __shfl_sync(0xffffffffu, own_weight, choice);
+    if (row < 0) continue;
+    const uint4* y = reinterpret_cast<const uint4*>(p.y + int64_t{row} * p.hidden);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      sum[v][2 * i] = fmaf(weight, bf16_low(pairs[i]), sum[v][2 * i]);
-      sum[v][2 * i + 1] = fmaf(weight, bf16_high(pairs[i]), sum[v][2 * i + 1]);
-    }
-  };
-  const int num_rows = p.top_k + (p.shared_y != nullptr ? 1 : 0);  // the last one has weight 1
-  for (int first = 0; first < num_rows; first += kAtOnce) {
-    uint4 y[kAtOnce][kVecs];
+    for (int v = 0; v < kVecs; ++v) {
+      const int idx = threadIdx.x + v * blockDim.x;
+      if (idx >= num_vecs) continue;
+      const uint4 vec = y[idx];
+      const uint32_t* pairs = reinterpret_cast<const uint32_t*>(&vec);
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int choice = first + i;
-      const int row = __shfl_sync(0xffffffffu, own_row, choice % kWarpSize);
-      const bool is_shared = choice == p.top_k && p.shared_y != nullptr;
-      const bool is_one = is_shared || (choice < p.top_k && row >= 0);
-      const __nv_bfloat16* from = is_shared ? p.shared_y + token * p.hidden : p.y + int64_t{row} * p.hidden;
-#pragma unroll
-      for (int v = 0; v < kVecs; ++v) {
-        const int idx = threadIdx.x + v * blockDim.x;
-        y[i][v] = is_one && idx < num_vecs ? reinterpret_cast<const uint4*>(from)[idx] : make_uint4(0, 0, 0, 0);
+      for (int i = 0; i < 4; ++i) {
+        sum[v][2 * i] = fmaf(weight, bf16_low(pairs[i]), sum[v][2 * i]);
+        sum[v][2 * i + 1] = fmaf(weight, bf16_high(pairs[i]), sum[v][2 * i + 1]);
       }
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int choice = first + i;
-      const float own = __shfl_sync(0xffffffffu, own_weight, choice % kWarpSize);
-      const float weight = choice < p.top_k ? own : 1.f;  // (Of the shared MLP; beyond it there are zeros.)
-#pragma unroll
-      for (int v = 0; v < kVecs; ++v) add(v, y[i][v], weight);
     }
   }
   float squares = 0.f;
@@ -95,17 +75,18 @@ __global__ void __launch_bounds__(kMaxThreads, kVecs == 1 ? 4 : 1)
     if (threadIdx.x % kWarpSize == 0) warp_squares[threadIdx.x / kWarpSize] = squares;
     __syncthreads();
     squares = 0.f;
-#pragma unroll
-    for (int w = 0; w < kMaxThreads / kWarpSize; ++w) squares += w < num_warps ? warp_squares[w] : 0.f;
+    for (int w = 0; w < num_warps; ++w) squares += warp_squares[w];
   }
   const float inv_rms = rsqrtf(squares * (1.f / static_cast<float>(p.hidden)) + p.eps);
+  const uint4* weight_vecs = reinterpret_cast<const uint4*>(p.norm_weight);
   uint4* normed = reinterpret_cast<uint4*>(p.normed + token * p.normed_stride);
 #pragma unroll
   for (int v = 0; v < kVecs; ++v) {
     const int idx = threadIdx.x + v * blockDim.x;
     if (idx >= num_vecs) continue;
+    const uint4 w = weight_vecs[idx];
     const uint32_t* a = reinterpret_cast<const uint32_t*>(&vecs[v]);
-    const uint32_t* b = reinterpret_cast<const uint32_t*>(&norm_weights[v]);
+    const uint32_t* b = reinterpret_cast<const uint32_t*>(&w);
     uint32_t y[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // rounded to bf16 before the product, as the published model does

@@ -56,8 +56,6 @@ __host__ __device__ constexpr int tile_columns(int tokens) {
   return tokens <= 8 ? 8 : tokens <= 16 ? 16 : tokens <= 32 ? 32 : tokens <= 64 ? 64 : tokens <= 128 ? 128 : 256;
 }
 
-constexpr int kDoubleTokens = kExpertsDoubleTokens;  // of each of a step's two stages, where it takes two
-
 constexpr int kMaxFewChoices = kExpertsFewChoices, kMaxExperts = 512;
 
 struct Layout {  // of shared memory: stages, what the warpgroups turn, barriers
@@ -193,7 +191,6 @@ struct Work {
   int4 group;      // expert, first row, rows
   int weight_row;  // the first of the tile
   int units;       // its weight rows / kUnitRows
-  bool is_shared;  // of the MLP that all tokens go through: rows are tokens, there is no expert
 };
 
 // The tiles of one CTA, in order. Either whole tiles in turn; or, where memory is the limit and some CTAs would have a tile
@@ -202,28 +199,27 @@ template <Cta kCta>
 struct Walk {
   const ExpertsProductParams& p;
   const Smem& smem;
+  const int group_units, stride;  // a group's units; from one tile to the CTA's next, 0: an even share
   int next_unit, end_unit;
-
-  // What is made anew at each use costs less than a register through the tiles.
-  __device__ __forceinline__ int group_units() const { return p.weight_rows / Tile::kUnitRows; }
-
-  __device__ __forceinline__ Walk(const ExpertsProductParams& params, const Smem& shared) : p(params), smem(shared) {
-    const int64_t all_units = int64_t{plan_group(p, smem, 0).x} * group_units();
-    next_unit = p.even ? static_cast<int>(all_units * blockIdx.x / gridDim.x) : blockIdx.x * Tile::kUnits;
-    end_unit = static_cast<int>(p.even ? all_units * (blockIdx.x + 1) / gridDim.x : all_units);
+  __device__ __forceinline__ Walk(const ExpertsProductParams& params, const Smem& shared)
+      : p(params),
+        smem(shared),
+        group_units(p.weight_rows / Tile::kUnitRows),
+        stride(kCta == Cta::kAlone && p.even ? 0 : gridDim.x * Tile::kUnits) {
+    const int64_t all_units = int64_t{plan_group(p, smem, 0).x} * group_units;
+    next_unit = stride > 0 ? blockIdx.x * Tile::kUnits : static_cast<int>(all_units * blockIdx.x / gridDim.x);
+    end_unit = static_cast<int>(stride > 0 ? all_units : all_units * (blockIdx.x + 1) / gridDim.x);
   }
-
   __device__ __forceinline__ bool next(Work& work) {
     if (next_unit >= end_unit) return false;
-    const int group = next_unit / group_units(), first = next_unit % group_units();
+    const int group = next_unit / group_units, first = next_unit % group_units;
     work.group = plan_group(p, smem, 1 + group);
     work.weight_row = first * Tile::kUnitRows;
-    work.is_shared = false;
-    if (!p.even) {
+    if (stride > 0) {
       work.units = Tile::kUnits;
-      next_unit += gridDim.x * Tile::kUnits;
+      next_unit += stride;
     } else {
-      const int left = min(end_unit - next_unit, group_units() - first);
+      const int left = min(end_unit - next_unit, group_units - first);
       const int tiles = (left + Tile::kUnits - 1) / Tile::kUnits;
       work.units = (left + tiles - 1) / tiles;
       next_unit += work.units;
@@ -231,56 +227,6 @@ struct Walk {
     return true;
   }
 };
-
-// Of a pair: whole tiles, those of the shared MLP (all groups of tokens of one weight tile side by side) and then those of
-// the routed groups. The former are limited by the tensor cores and L2, the latter by memory: so pairs begin at different
-// places of their lists (`turns`), and both are at work at any time.
-template <>
-struct Walk<Cta::kPaired> {
-  const ExpertsProductParams& p;
-  int num_tiles, at;  // of this CTA
-
-  __device__ __forceinline__ int shared_groups() const {
-    return p.shared.num_tokens == 0 ? 0 : (p.shared.num_tokens + p.shared.group_tokens - 1) / p.shared.group_tokens;
-  }
-  __device__ __forceinline__ int shared_tiles() const {
-    return shared_groups() * (p.shared.weight_rows / Tile::kWeightRows);
-  }
-
-  __device__ __forceinline__ Walk(const ExpertsProductParams& params, const Smem&) : p(params), at(0) {
-    const int tiles = shared_tiles() + p.groups[0].x * (p.weight_rows / Tile::kWeightRows);
-    num_tiles = (tiles - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
-  }
-
-  __device__ __forceinline__ bool next(Work& work) {
-    if (at >= num_tiles) return false;
-    int index = at++;
-    if (p.shared.num_tokens > 0) {  // each set of CTAs begins elsewhere in its list
-      const int turn = static_cast<int>(blockIdx.x) / 2 * p.shared.turns / (static_cast<int>(gridDim.x) / 2);
-      index += turn * num_tiles / p.shared.turns;
-      if (index >= num_tiles) index -= num_tiles;
-    }
-    const int tile = blockIdx.x + index * gridDim.x, routed_tile = tile - shared_tiles();
-    work.units = Tile::kUnits;
-    work.is_shared = routed_tile < 0;
-    if (!work.is_shared) {
-      const int group_tiles = p.weight_rows / Tile::kWeightRows;
-      work.group = p.groups[1 + routed_tile / group_tiles];
-      work.weight_row = routed_tile % group_tiles * Tile::kWeightRows;
-      return true;
-    }
-    const int pair = tile / 2, first_row = pair % shared_groups() * p.shared.group_tokens;
-    work.group = make_int4(0, first_row, min(p.shared.group_tokens, p.shared.num_tokens - first_row), 0);
-    work.weight_row = (pair / shared_groups() * 2 + tile % 2) * Tile::kWeightRows;
-    return true;
-  }
-};
-
-// A tile of the shared MLP may have more tokens than a stage: a step then takes two, of which the second has no weights.
-template <Cta kCta>
-__device__ __forceinline__ bool takes_two_stages(const ExpertsProductParams& p, const Work& work) {
-  return kCta == Cta::kPaired && work.is_shared && work.group.z > p.group_tokens;
-}
 
 // One thread: the weights of all tiles, stage by stage. It waits for no kernel: weights depend on none, and the groups are
 // older than the previous kernel (where they are not, the caller has waited).
@@ -290,21 +236,6 @@ __device__ __forceinline__ void produce_weights(const ExpertsProductParams& p, c
   Work work;
   Stage stage;
   while (walk.next(work)) {
-    if (kCta == Cta::kPaired && work.is_shared) {
-      const bool is_double = takes_two_stages<kCta>(p, work);
-      for (int step = 0; step < p.shared.steps; ++step, stage.next(smem.num_stages)) {
-        mbarrier_wait(smem.empty + stage.index, stage.parity ^ 1);
-        mbarrier_arrive_expect_tx(smem.full + stage.index, Tile::kWeightBytes);
-        tma_load_3d(smem.stages + stage.index * smem.stage_bytes, &p.shared.weight_map, smem.full + stage.index,
-                    step * Tile::kDepth, work.weight_row, 0);
-        if (is_double) {
-          stage.next(smem.num_stages);
-          mbarrier_wait(smem.empty + stage.index, stage.parity ^ 1);
-          mbarrier_arrive(smem.full + stage.index);
-        }
-      }
-      continue;
-    }
     // The tile's rows of one step lie in order in one box of the weight, or in two neighbouring ones.
     const int box_row = work.weight_row % Tile::kWeightRows;
     const int64_t first_row = int64_t{work.group.x} * p.weight_rows + work.weight_row - box_row;
@@ -328,7 +259,7 @@ __device__ __forceinline__ void produce_weights(const ExpertsProductParams& p, c
 
 // One thread: `rows` rows of tokens from `row` on, a multiple of eight, as few boxes. For pairs into both CTAs.
 template <Cta kCta>
-__device__ __forceinline__ void load_rows(const CUtensorMap* maps, char* dst, uint64_t* full, int step, int row,
+__device__ __forceinline__ void load_rows(const ExpertsProductParams& p, char* dst, uint64_t* full, int step, int row,
                                           int rows) {
 #pragma unroll
   for (int i = kExpertsTokenMaps - 1; i >= 0; --i) {
@@ -336,9 +267,9 @@ __device__ __forceinline__ void load_rows(const CUtensorMap* maps, char* dst, ui
     const int boxes = i == kExpertsTokenMaps - 1 ? rows / height : rows / height % 2;
     for (int box = 0; box < boxes; ++box, row += height, dst += height * Tile::kRowBytes) {
       if constexpr (kCta == Cta::kAlone) {
-        tma_load_3d(dst, maps + i, full, step * Tile::kDepth, row, 0);
+        tma_load_3d(dst, &p.token_maps[i], full, step * Tile::kDepth, row, 0);
       } else {
-        tma_load_3d_pair(dst, maps + i, full, step * Tile::kDepth, row, 0);
+        tma_load_3d_pair(dst, &p.token_maps[i], full, step * Tile::kDepth, row, 0);
       }
     }
   }
@@ -356,8 +287,7 @@ __device__ __forceinline__ void produce_tokens(const ExpertsProductParams& p, co
   Stage stage;
   while (walk.next(work)) {
     const int4 group = work.group;
-    const bool is_double = takes_two_stages<kCta>(p, work);
-    const int rows = ((is_double ? p.group_tokens : group.z) + 7) / 8 * 8;
+    const int rows = (group.z + 7) / 8 * 8;
     // A pair shares the loading: the first half of the rows, or the second.
     const int half = kCta == Cta::kPaired ? (rows / 8 + 1) / 2 * 8 : rows;
     const bool second = kCta == Cta::kPaired && blockIdx.x % 2 == 1;
@@ -369,9 +299,7 @@ __device__ __forceinline__ void produce_tokens(const ExpertsProductParams& p, co
         if (lane + i * kWarpSize < group.z) own_token[i] = smem.few->token_of[group.y + lane + i * kWarpSize];
       }
     }
-    const CUtensorMap* maps = work.is_shared ? p.shared.token_maps : p.token_maps;
-    const int steps = work.is_shared ? p.shared.steps : p.steps;
-    for (int step = 0; step < steps; ++step, stage.next(smem.num_stages)) {
+    for (int step = 0; step < p.steps; ++step, stage.next(smem.num_stages)) {
       char* dst = smem.stages + stage.index * smem.stage_bytes + Tile::kWeightBytes;
       uint64_t* full = smem.full + stage.index;
       if (gathers) {
@@ -388,24 +316,53 @@ __device__ __forceinline__ void produce_tokens(const ExpertsProductParams& p, co
       } else if (lane == 0) {
         mbarrier_wait(smem.empty + stage.index, stage.parity ^ 1);
         mbarrier_arrive_expect_tx(full, rows * Tile::kRowBytes);
-        load_rows<kCta>(maps, dst + begin * Tile::kRowBytes, full, step, group.y + begin, own_rows);
-        if (is_double) {  // (The tensor map fills rows beyond the last token with zeros.)
-          stage.next(smem.num_stages);
-          mbarrier_wait(smem.empty + stage.index, stage.parity ^ 1);
-          mbarrier_arrive_expect_tx(smem.full + stage.index, rows * Tile::kRowBytes);
-          load_rows<kCta>(maps, smem.stages + stage.index * smem.stage_bytes + Tile::kWeightBytes + begin * Tile::kRowBytes,
-                          smem.full + stage.index, step, group.y + p.group_tokens + begin, own_rows);
-        }
+        load_rows<kCta>(p, dst + begin * Tile::kRowBytes, full, step, group.y + begin, own_rows);
       }
     }
   }
 }
 
-// Stores one warpgroup's half of a tile: of its kTokens columns the first num_tokens, at rows first_token and on.
-template <bool kDown, int kTokens>
-__device__ __forceinline__ void store_tile(const ExpertsProductParams& p, const Smem& smem, const Work& work, int half,
-                                           float (&sums)[kTokens / 2], int first_token, int num_tokens) {
+// One warpgroup's half of a tile: kTokens columns, of which the group's are stored.
+template <bool kDown, Cta kCta, int kTokens>
+__device__ __forceinline__ void compute_tile(const ExpertsProductParams& p, const Smem& smem, Stage& stage,
+                                             const Work& work, int half) {
+  const int4 group = work.group;
   const int thread = threadIdx.x % Tile::kWarpgroup, warp = thread / kWarpSize, lane = thread % kWarpSize;
+  const uint64_t weights =
+      swizzle128_desc(smem_addr(smem.stages) + half * Tile::kGroupRows * Tile::kRowBytes);
+  const uint64_t tokens = swizzle128_desc(smem_addr(smem.stages) + Tile::kWeightBytes);
+  // A stage is free when both CTAs of a pair have used its tokens.
+  const auto release = [&](int index) {
+    if constexpr (kCta == Cta::kAlone) {
+      if (lane == 0) mbarrier_arrive(smem.empty + index);
+    } else {
+      if (lane < 2) mbarrier_arrive_at(smem.empty + index, lane);
+    }
+  };
+  float sums[kTokens / 2] = {};  // else the registers of all sizes would be alive through the whole loop of tiles
+  int previous = 0;
+  for (int step = 0; step < p.steps; ++step) {
+    mbarrier_wait(smem.full + stage.index, stage.parity);
+    const uint64_t at = stage.index * (smem.stage_bytes / 16);
+    wgmma_fence_operand(sums);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < Tile::kStepsPerStage; ++k) {
+      wgmma_m64_ss<kTokens>(sums, weights + at + k * 2, tokens + at + k * 2, step + k > 0);
+    }
+    wgmma_commit();
+    wgmma_fence_operand(sums);
+    if (step > 0) {
+      wgmma_wait<1>();  // the step before this one
+      release(previous);
+    }
+    previous = stage.index;
+    stage.next(smem.num_stages);
+  }
+  wgmma_wait<0>();
+  wgmma_fence_operand(sums);
+  release(previous);
+
   // sums[4 j + 2 h + e]: weight row 16 warp + lane / 4 + 8 h of this half, token 8 j + 2 (lane % 4) + e.
   constexpr int kCols = kDown ? 64 : 32;             // output columns of this half: gate and up become one
   constexpr int kPieces = kCols / 8, kBytes = kCols * 2;  // of a turned row: 16-byte pieces, bytes
@@ -418,8 +375,7 @@ __device__ __forceinline__ void store_tile(const ExpertsProductParams& p, const 
   };
   const int first_col = (kDown ? work.weight_row : work.weight_row / 2) + half * kCols;
   const int pieces = min(kPieces, work.units * (kDown ? 2 : 1) - half * kPieces);  // that the tile has
-  const int out_width = work.is_shared ? p.shared.out_width : p.out_width;
-  __nv_bfloat16* out = (work.is_shared ? p.shared.out : p.out) + int64_t{first_token} * out_width + first_col;
+  __nv_bfloat16* out = p.out + int64_t{group.y} * p.out_width + first_col;
 #pragma unroll
   for (int begin = 0; begin < kTokens; begin += kTurn) {
     constexpr int kBlocks = kTurn / 8;
@@ -453,108 +409,14 @@ __device__ __forceinline__ void store_tile(const ExpertsProductParams& p, const 
       }
     }
     named_barrier_sync(Tile::kTurned + half, Tile::kWarpgroup);
-    const int rows = min(num_tokens - begin, kTurn);
+    const int rows = min(group.z - begin, kTurn);
     for (int i = thread; i < rows * kPieces; i += Tile::kWarpgroup) {
       const int token = i / kPieces, piece = i % kPieces;
       if (piece >= pieces) continue;
-      *reinterpret_cast<uint4*>(out + int64_t{begin + token} * out_width + piece * 8) =
+      *reinterpret_cast<uint4*>(out + int64_t{begin + token} * p.out_width + piece * 8) =
           *reinterpret_cast<const uint4*>(turn + place(token, piece));
     }
   }
-}
-
-// A stage is free when both CTAs of a pair have used its tokens.
-template <Cta kCta>
-__device__ __forceinline__ void release_stage(const Smem& smem, int index) {
-  const int lane = threadIdx.x % kWarpSize;
-  if constexpr (kCta == Cta::kAlone) {
-    if (lane == 0) mbarrier_arrive(smem.empty + index);
-  } else {
-    if (lane < 2) mbarrier_arrive_at(smem.empty + index, lane);
-  }
-}
-
-// One warpgroup's half of a tile: kTokens columns, of which the group's are stored.
-template <bool kDown, Cta kCta, int kTokens>
-__device__ __forceinline__ void compute_tile(const ExpertsProductParams& p, const Smem& smem, Stage& stage,
-                                             const Work& work, int half) {
-  const uint64_t weights =
-      swizzle128_desc(smem_addr(smem.stages) + half * Tile::kGroupRows * Tile::kRowBytes);
-  const uint64_t tokens = swizzle128_desc(smem_addr(smem.stages) + Tile::kWeightBytes);
-  float sums[kTokens / 2] = {};  // else the registers of all sizes would be alive through the whole loop of tiles
-  int previous = 0;
-  const int steps = work.is_shared ? p.shared.steps : p.steps;
-  for (int step = 0; step < steps; ++step) {
-    mbarrier_wait(smem.full + stage.index, stage.parity);
-    const uint64_t at = stage.index * (smem.stage_bytes / 16);
-    wgmma_fence_operand(sums);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < Tile::kStepsPerStage; ++k) {
-      wgmma_m64_ss<kTokens>(sums, weights + at + k * 2, tokens + at + k * 2, step + k > 0);
-    }
-    wgmma_commit();
-    wgmma_fence_operand(sums);
-    if (step > 0) {
-      wgmma_wait<1>();  // the step before this one
-      release_stage<kCta>(smem, previous);
-    }
-    previous = stage.index;
-    stage.next(smem.num_stages);
-  }
-  wgmma_wait<0>();
-  wgmma_fence_operand(sums);
-  release_stage<kCta>(smem, previous);
-  store_tile<kDown, kTokens>(p, smem, work, half, sums, work.group.y, work.group.z);
-}
-
-// The same for a tile whose steps take two stages, of kTokens tokens each.
-template <bool kDown, Cta kCta, int kTokens>
-__device__ __forceinline__ void compute_double_tile(const ExpertsProductParams& p, const Smem& smem, Stage& stage,
-                                                    const Work& work, int half) {
-  const uint64_t weights =
-      swizzle128_desc(smem_addr(smem.stages) + half * Tile::kGroupRows * Tile::kRowBytes);
-  const uint64_t tokens = swizzle128_desc(smem_addr(smem.stages) + Tile::kWeightBytes);
-  float first[kTokens / 2] = {}, second[kTokens / 2] = {};
-  int previous[2] = {0, 0};
-  for (int step = 0; step < p.shared.steps; ++step) {
-    int own[2];
-    uint64_t at[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      mbarrier_wait(smem.full + stage.index, stage.parity);
-      own[i] = stage.index;
-      at[i] = stage.index * (smem.stage_bytes / 16);
-      stage.next(smem.num_stages);
-    }
-    wgmma_fence_operand(first);
-    wgmma_fence_operand(second);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < Tile::kStepsPerStage; ++k) {
-      wgmma_m64_ss<kTokens>(first, weights + at[0] + k * 2, tokens + at[0] + k * 2, step + k > 0);
-    }
-#pragma unroll
-    for (int k = 0; k < Tile::kStepsPerStage; ++k) {
-      wgmma_m64_ss<kTokens>(second, weights + at[0] + k * 2, tokens + at[1] + k * 2, step + k > 0);
-    }
-    wgmma_commit();
-    wgmma_fence_operand(first);
-    wgmma_fence_operand(second);
-    if (step > 0) {
-      wgmma_wait<1>();  // the step before this one
-      release_stage<kCta>(smem, previous[0]);
-      release_stage<kCta>(smem, previous[1]);
-    }
-    previous[0] = own[0], previous[1] = own[1];
-  }
-  wgmma_wait<0>();
-  wgmma_fence_operand(first);
-  wgmma_fence_operand(second);
-  release_stage<kCta>(smem, previous[0]);
-  release_stage<kCta>(smem, previous[1]);
-  store_tile<kDown, kTokens>(p, smem, work, half, first, work.group.y, kTokens);
-  store_tile<kDown, kTokens>(p, smem, work, half, second, work.group.y + kTokens, work.group.z - kTokens);
 }
 
 template <bool kDown, Cta kCta>
@@ -576,8 +438,6 @@ __device__ __forceinline__ void compute(const ExpertsProductParams& p, const Sme
         case 128: with(std::integral_constant<int, 128>{}); break;
         default: with(std::integral_constant<int, 256>{});
       }
-    } else if (takes_two_stages<kCta>(p, work)) {
-      compute_double_tile<kDown, kCta, kDoubleTokens>(p, smem, stage, work, half);
     } else {
       switch (tile_columns<kCta>(work.group.z)) {
         case 32: with(std::integral_constant<int, 32>{}); break;

@@ -1,8 +1,7 @@
 // moe_plan.cu: a step's choices in expert order, cut into groups for the grouped products; and x in that order.
 //
-// Plan. A stable counting sort, as moe_route.cu's permutation is, in one launch up to 4,096 choices.
-// Tiling:  one CTA 2,048 choices (alone, 4,096: a launch less), a warp 64 or 128 of them in order; equal experts find each
-//          other by a vote. Each CTA adds up
+// Plan. A stable counting sort, as moe_route.cu's permutation is, for one launch up to 2,048 choices.
+// Tiling:  one CTA 2,048 choices, a warp 64 of them in order; equal experts find each other by a vote. Each CTA adds up
 //          the earlier chunks' counts itself; with several chunks another kernel counts them first.
 // Traffic: 4 B written and 4 B read a choice, 4 B an expert and chunk. Latency-bound.
 // Sort.    One CTA a token reads its row once and writes it to each of its choices' rows: 2 B read and 2 * top_k B
@@ -17,8 +16,8 @@ namespace {
 
 struct Plan {
   static constexpr int kThreads = 1024, kWarps = kThreads / kWarpSize;
-  static constexpr int kTurns = 2, kTurnsAlone = 4;  // of a warp, 32 choices each; of the only CTA, for many choices
-  static constexpr int kChunk = kTurns * kThreads, kChunkAlone = kTurnsAlone * kThreads;
+  static constexpr int kTurns = 2;  // of a warp, 32 choices each
+  static constexpr int kWarpChoices = kTurns * kWarpSize, kChunk = kWarps * kWarpChoices;
   static constexpr int kMaxExperts = 512;
 };
 
@@ -60,15 +59,13 @@ __device__ __forceinline__ int sum_before(int value, int* warp_sums) {
   return before + inclusive - value;
 }
 
-template <int kTurns>
 __global__ void __launch_bounds__(Plan::kThreads) experts_place_kernel(const ExpertsPlanParams p, int num_chunks) {
   __shared__ uint16_t counts[Plan::kWarps][Plan::kMaxExperts];  // of a warp; then how many are in the warps before it
   __shared__ int first_row[Plan::kMaxExperts];                  // of this chunk's choices of an expert
   __shared__ int warp_sums[Plan::kMaxExperts / kWarpSize];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  constexpr int kWarpChoices = kTurns * kWarpSize, kChunk = kTurns * Plan::kThreads;
-  const int chunk_choices = min(p.num_choices - static_cast<int>(blockIdx.x) * kChunk, kChunk);
-  const int warps = (chunk_choices + kWarpChoices - 1) / kWarpChoices;  // with choices
+  const int chunk_choices = min(p.num_choices - static_cast<int>(blockIdx.x) * Plan::kChunk, Plan::kChunk);
+  const int warps = (chunk_choices + Plan::kWarpChoices - 1) / Plan::kWarpChoices;  // with choices
   if (warp < warps) {
     for (int i = lane; i < p.num_experts; i += kWarpSize) counts[warp][i] = 0;
   }
@@ -76,12 +73,12 @@ __global__ void __launch_bounds__(Plan::kThreads) experts_place_kernel(const Exp
   wait_for_previous_kernel();
   let_dependents_launch();
 
-  int expert[kTurns], rank[kTurns];  // of this thread's choices; how many equal ones the warp has before
-  const int first_choice = blockIdx.x * kChunk + warp * kWarpChoices + lane;
+  int expert[Plan::kTurns], rank[Plan::kTurns];  // of this thread's choices; how many equal ones the warp has before
+  const int first_choice = blockIdx.x * Plan::kChunk + warp * Plan::kWarpChoices + lane;
 #pragma unroll
-  for (int turn = 0; turn < kTurns; ++turn) expert[turn] = valid_expert(p, first_choice + turn * kWarpSize);
+  for (int turn = 0; turn < Plan::kTurns; ++turn) expert[turn] = valid_expert(p, first_choice + turn * kWarpSize);
 #pragma unroll
-  for (int turn = 0; turn < kTurns; ++turn) {
+  for (int turn = 0; turn < Plan::kTurns; ++turn) {
     const uint32_t equal = __match_any_sync(0xffffffffu, expert[turn]);
     const int before = __popc(equal & ((1u << lane) - 1));
     const int earlier = expert[turn] >= 0 ? counts[warp][expert[turn]] : 0;
@@ -128,7 +125,7 @@ __global__ void __launch_bounds__(Plan::kThreads) experts_place_kernel(const Exp
   }
   __syncthreads();
 #pragma unroll
-  for (int turn = 0; turn < kTurns; ++turn) {
+  for (int turn = 0; turn < Plan::kTurns; ++turn) {
     const int choice = first_choice + turn * kWarpSize;
     if (choice >= p.num_choices) continue;
     int row = -1;
@@ -170,9 +167,7 @@ __global__ void __launch_bounds__(kSortThreads) experts_sort_kernel(const Expert
 
 }  // namespace
 
-int experts_plan_chunks(int num_choices) {
-  return num_choices <= Plan::kChunkAlone ? 1 : (num_choices + Plan::kChunk - 1) / Plan::kChunk;
-}
+int experts_plan_chunks(int num_choices) { return (num_choices + Plan::kChunk - 1) / Plan::kChunk; }
 
 cudaError_t launch_experts_plan(const ExpertsPlanParams& p, cudaStream_t stream) {
   const int num_chunks = experts_plan_chunks(p.num_choices);
@@ -181,9 +176,8 @@ cudaError_t launch_experts_plan(const ExpertsPlanParams& p, cudaStream_t stream)
         launch_kernel(experts_count_kernel, dim3(num_chunks), Plan::kThreads, stream, {.overlaps = true}, p);
     if (error != cudaSuccess) return error;
   }
-  const auto kernel = num_chunks == 1 && p.num_choices > Plan::kChunk ? experts_place_kernel<Plan::kTurnsAlone>
-                                                                      : experts_place_kernel<Plan::kTurns>;
-  return launch_kernel(kernel, dim3(num_chunks), Plan::kThreads, stream, {.overlaps = true}, p, num_chunks);
+  return launch_kernel(experts_place_kernel, dim3(num_chunks), Plan::kThreads, stream, {.overlaps = true}, p,
+                       num_chunks);
 }
 
 cudaError_t launch_experts_sort(const ExpertsSortParams& p, cudaStream_t stream) {

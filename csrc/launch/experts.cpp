@@ -11,11 +11,6 @@ using bf16 = __nv_bfloat16;
 
 constexpr int kTileRows = rorqual::kExpertsTileRows, kDepth = 64;
 
-// Whether CTAs work in pairs on a weight of so many rows.
-bool pairs(const RorqualExperts* a, int weight_rows) {
-  return a->paired && !a->few && weight_rows % (2 * kTileRows) == 0 && a->num_ctas >= 2;
-}
-
 // 0, or RORQUAL_EINVAL with a message.
 int check(const RorqualExperts* a, const std::string& name) {
   const auto text = [](int64_t value) { return std::to_string(value); };
@@ -35,26 +30,6 @@ int check(const RorqualExperts* a, const std::string& name) {
   RORQUAL_REQUIRE(!a->few || (a->num_tokens * a->top_k <= rorqual::kExpertsFewChoices && a->group_tokens <= 64),
                   name + ": few needs num_tokens * top_k <= 64 and group_tokens <= 64, got " +
                       text(a->num_tokens * a->top_k) + " and " + text(a->group_tokens));
-  if (a->shared_width != 0) {
-    RORQUAL_REQUIRE(a->shared_width >= kDepth && a->shared_width % (2 * kDepth) == 0,
-                    name + ": shared_width must be a positive multiple of 128, got " +
-                        text(a->shared_width));
-    RORQUAL_REQUIRE(pairs(a, a->hidden) && pairs(a, 2 * a->width) && !a->even,
-                    name + ": a shared MLP needs pairs, and weights of a multiple of 256 rows");
-    for (const int tokens : {a->shared_group_gate_up, a->shared_group_down}) {
-      const bool is_double = tokens == 2 * rorqual::kExpertsDoubleTokens &&
-                             a->group_tokens == rorqual::kExpertsDoubleTokens;
-      RORQUAL_REQUIRE(is_double || (tokens >= 8 && tokens % 8 == 0 && tokens <= a->group_tokens),
-                      name + ": shared groups must be multiples of 8 in [8, group_tokens], or 256 of pairs with 128, got " +
-                          text(tokens));
-    }
-    RORQUAL_REQUIRE(a->shared_turns >= 1, name + ": shared_turns must be >= 1, got " + text(a->shared_turns));
-    RORQUAL_REQUIRE(a->num_tokens == 0 || (a->shared_gate_up && a->shared_down && a->shared_h && a->shared_y),
-                    name + ": no pointer of the shared MLP may be NULL");
-    RORQUAL_REQUIRE(aligned(a->shared_gate_up, 16) && aligned(a->shared_down, 16) && aligned(a->shared_h, 16) &&
-                        aligned(a->shared_y, 16),
-                    name + ": the shared MLP's pointers must be 16-byte aligned");
-  }
   RORQUAL_REQUIRE(a->num_ctas >= 1, name + ": num_ctas must be >= 1, got " + text(a->num_ctas));
   RORQUAL_REQUIRE(a->x_stride >= a->hidden && a->x_stride % 8 == 0,
                   name + ": x_stride must be a multiple of 8 elements and at least hidden, got " + text(a->x_stride));
@@ -78,30 +53,13 @@ int encode(CUtensorMap* map, const void* base, int64_t k, int64_t rows, int64_t 
 }
 
 // Tokens in rows: boxes of 8, 16 … rows, as far as a group needs them.
-int encode_rows(CUtensorMap* maps, const void* base, int64_t k, int64_t rows, int64_t row_stride, int group_tokens,
+int encode_rows(rorqual::ExpertsProductParams& p, const void* base, int64_t k, const RorqualExperts* a,
                 const std::string& name) {
-  for (int i = 0; i < rorqual::kExpertsTokenMaps && 8 << i <= group_tokens; ++i) {
-    const int refused = encode(maps + i, base, k, rows, row_stride, 8 << i, name);
+  for (int i = 0; i < rorqual::kExpertsTokenMaps && 8 << i <= a->group_tokens; ++i) {
+    const int refused = encode(&p.token_maps[i], base, k, a->row_capacity, k, 8 << i, name);
     if (refused != 0) return refused;
   }
   return 0;
-}
-
-// The shared MLP's half of a product: weight [weight_rows, k], tokens [num_tokens, k].
-int add_shared(rorqual::ExpertsShared& p, const RorqualExperts* a, const void* weight, int weight_rows, int64_t k,
-               const void* tokens, int64_t token_stride, void* out, int out_width, int group_tokens,
-               const std::string& name) {
-  if (a->shared_width == 0) return 0;
-  int refused = encode(&p.weight_map, weight, k, weight_rows, k, kTileRows, name);
-  if (refused == 0) refused = encode_rows(p.token_maps, tokens, k, a->num_tokens, token_stride, group_tokens, name);
-  p.out = static_cast<bf16*>(out);
-  p.weight_rows = weight_rows;
-  p.steps = static_cast<int>(k) / kDepth;
-  p.out_width = out_width;
-  p.num_tokens = a->num_tokens;
-  p.group_tokens = group_tokens;
-  p.turns = a->shared_turns;
-  return refused;
 }
 
 void sort_few(const RorqualExperts* a, rorqual::ExpertsProductParams& p) {
@@ -111,6 +69,10 @@ void sort_few(const RorqualExperts* a, rorqual::ExpertsProductParams& p) {
   p.num_choices = a->num_tokens * a->top_k;
   p.top_k = a->top_k;
   p.num_experts = a->num_experts;
+}
+
+bool paired(const RorqualExperts* a, const rorqual::ExpertsProductParams& p) {
+  return a->paired && !a->few && p.weight_rows % (2 * kTileRows) == 0 && a->num_ctas >= 2;
 }
 
 }  // namespace
@@ -149,12 +111,7 @@ extern "C" int rorqual_experts_gate_up(const RorqualExperts* a, void* stream) {
                                           a->hidden};
     const cudaError_t error = rorqual::launch_experts_sort(sort, on);
     if (error != cudaSuccess) return rorqual::from_cuda(error, "experts_gate_up");
-    refused = encode_rows(p.token_maps, a->y, a->hidden, a->row_capacity, a->hidden, a->group_tokens,
-                          "experts_gate_up");
-  }
-  if (refused == 0) {
-    refused = add_shared(p.shared, a, a->shared_gate_up, 2 * a->shared_width, a->hidden, a->x, a->x_stride, a->shared_h,
-                         a->shared_width, a->shared_group_gate_up, "experts_gate_up");
+    refused = encode_rows(p, a->y, a->hidden, a, "experts_gate_up");
   }
   if (refused != 0) return refused;
   p.weight = static_cast<const bf16*>(a->gate_up);
@@ -166,18 +123,14 @@ extern "C" int rorqual_experts_gate_up(const RorqualExperts* a, void* stream) {
   p.group_tokens = a->group_tokens;
   p.even = a->even != 0;
   sort_few(a, p);
-  return rorqual::from_cuda(rorqual::launch_experts_gate_up(p, a->num_ctas, pairs(a, p.weight_rows), on), "experts_gate_up");
+  return rorqual::from_cuda(rorqual::launch_experts_gate_up(p, a->num_ctas, paired(a, p), on), "experts_gate_up");
 }
 
 extern "C" int rorqual_experts_down(const RorqualExperts* a, void* stream) {
   int refused = check(a, "experts_down");
   if (refused != 0 || a->num_tokens == 0) return refused;
   rorqual::ExpertsProductParams p{};
-  refused = encode_rows(p.token_maps, a->h, a->width, a->row_capacity, a->width, a->group_tokens, "experts_down");
-  if (refused == 0) {
-    refused = add_shared(p.shared, a, a->shared_down, a->hidden, a->shared_width, a->shared_h, a->shared_width,
-                         a->shared_y, a->hidden, a->shared_group_down, "experts_down");
-  }
+  refused = encode_rows(p, a->h, a->width, a, "experts_down");
   if (refused != 0) return refused;
   p.weight = static_cast<const bf16*>(a->down);
   p.out = static_cast<bf16*>(a->y);
@@ -188,7 +141,7 @@ extern "C" int rorqual_experts_down(const RorqualExperts* a, void* stream) {
   p.group_tokens = a->group_tokens;
   p.even = a->even != 0;
   sort_few(a, p);
-  return rorqual::from_cuda(rorqual::launch_experts_down(p, a->num_ctas, pairs(a, p.weight_rows), static_cast<cudaStream_t>(stream)),
+  return rorqual::from_cuda(rorqual::launch_experts_down(p, a->num_ctas, paired(a, p), static_cast<cudaStream_t>(stream)),
                             "experts_down");
 }
 
@@ -201,16 +154,14 @@ extern "C" int rorqual_experts_combine(const RorqualExpertsCombine* a, void* str
   if (a->num_tokens == 0) return 0;
   RORQUAL_REQUIRE(a->residual && a->y && a->row_of && a->topk_weights && (!a->normed || a->norm_weight),
                   "experts_combine: only normed and norm_weight may be NULL, norm_weight only if normed is");
-  RORQUAL_REQUIRE(aligned(a->residual, 16) && aligned(a->normed, 16) && aligned(a->norm_weight, 16) && aligned(a->y, 16) &&
-                      aligned(a->shared_y, 16),
-                  "experts_combine: residual, normed, norm_weight, y and shared_y must be 16-byte aligned");
+  RORQUAL_REQUIRE(aligned(a->residual, 16) && aligned(a->normed, 16) && aligned(a->norm_weight, 16) && aligned(a->y, 16),
+                  "experts_combine: residual, normed, norm_weight and y must be 16-byte aligned");
   RORQUAL_REQUIRE(a->residual_stride % 8 == 0 && a->normed_stride % 8 == 0,
                   "experts_combine: row strides must be multiples of 8 elements");
   const rorqual::ExpertsCombineParams p{static_cast<bf16*>(a->residual),
                                         static_cast<bf16*>(a->normed),
                                         static_cast<const bf16*>(a->norm_weight),
                                         static_cast<const bf16*>(a->y),
-                                        static_cast<const bf16*>(a->shared_y),
                                         static_cast<const int*>(a->row_of),
                                         static_cast<const float*>(a->topk_weights),
                                         a->residual_stride,

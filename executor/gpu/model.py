@@ -12,7 +12,7 @@ import torch
 
 from rorqual.kernels.abi import StreamWaitArgs
 from rorqual.kernels.elementwise import mla_store, rms_norm
-from rorqual.kernels.experts import SharedMlp, make_experts_workspace, moe_combine, moe_experts, takes_shared
+from rorqual.kernels.experts import make_experts_workspace, moe_combine, moe_experts
 from rorqual.kernels.linear import (
     Tiling,
     absorb_q,
@@ -39,8 +39,6 @@ BESIDE_ROWS = 256
 """In a step of at most so many decode rows the shared experts read their weights while the router, whose kernels read next
 to nothing, chooses the others. On an H200 with V2-Lite a step of 1 row took 3 % less, of 16 to 128 4 %, of 256 1 %. (Beside
 chunks, launched one by one, it took 4 % more: a launch on another stream waits for the whole of the kernel before.)"""
-TOGETHER_ROWS = 0
-"""In a step with chunks of at most so many rows the shared experts are tiles of the routed experts' kernels."""
 MAX_RECORDED = 64
 """Steps of different sizes whose launches are kept, some 10 kB each."""
 
@@ -520,13 +518,8 @@ class GpuModel:
             rms_norm(x, next_norm, config.rms_norm_eps, out=normed, library=self._launches)
             return
         beside = self._side if is_decode and num_rows <= BESIDE_ROWS else None
-        shared: SharedMlp | None = None
         if mlp.shared_gate_up is None or mlp.shared_down is None:
             beside = None
-        elif not is_decode and not self.deterministic and self._takes_shared(num_rows, mlp.shared_down):
-            width = mlp.shared_down.shape[1]
-            h = self.gated[: num_rows * width].view(num_rows, width)
-            shared = SharedMlp(mlp.shared_gate_up, mlp.shared_down, h, self.projected[:num_rows])
         elif beside is None or self._launches is None:
             self._gated_mlp(normed, mlp.shared_gate_up, mlp.shared_down, x)
         else:
@@ -560,7 +553,6 @@ class GpuModel:
             mlp.down,
             self.experts_workspace,
             deterministic=self.deterministic,
-            shared=shared,
             library=self._launches,
         )
         if beside is not None and self._launches is not None:
@@ -572,13 +564,8 @@ class GpuModel:
             norm_weight=next_norm,
             eps=config.rms_norm_eps,
             normed_out=normed,
-            shared_y=None if shared is None else shared.y,
             library=self._launches,
         )
-
-    def _takes_shared(self, num_rows: int, shared_down: torch.Tensor) -> bool:
-        """Whether the routed experts' kernels compute the shared ones of so many rows too."""
-        return num_rows <= TOGETHER_ROWS and takes_shared(self.experts_workspace, num_rows, shared_down.shape[1])
 
     def _gated_mlp(
         self,

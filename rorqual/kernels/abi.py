@@ -70,17 +70,15 @@ class MoePermuteArgs(ctypes.Structure):
 
 class ExpertsArgs(ctypes.Structure):
     _fields_: ClassVar = _fields(
-        ptr="y h groups expert_starts row_of chunk_counts x topk_ids gate_up down "
-        "shared_gate_up shared_down shared_h shared_y",
+        ptr="y h groups expert_starts row_of chunk_counts x topk_ids gate_up down",
         i64="x_stride row_capacity",
-        i32="num_tokens top_k num_experts hidden width group_tokens few paired even num_ctas "
-        "shared_width shared_group_gate_up shared_group_down shared_turns",
+        i32="num_tokens top_k num_experts hidden width group_tokens few paired even num_ctas",
     )
 
 
 class ExpertsCombineArgs(ctypes.Structure):
     _fields_: ClassVar = _fields(
-        ptr="residual normed norm_weight y shared_y row_of topk_weights",
+        ptr="residual normed norm_weight y row_of topk_weights",
         i64="residual_stride normed_stride",
         i32="num_tokens top_k hidden",
         f32="eps",

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from . import elementwise
 from .abi import ExpertsArgs, ExpertsCombineArgs
 from .checks import check
-from .linear import linear, linear_silu_mul
 from .loader import KernelLibrary, current_stream, load
 from .moe import permute
 
@@ -27,9 +26,6 @@ TILE_ROWS, TILE_DEPTH = 128, 64  # a box of a weight in shared memory, [128, 64]
 CHUNK_CHOICES = 2048  # choices that one CTA of the plan sorts
 FEW_CHOICES = 64  # up to so many, the products sort them themselves
 ALONE_TOKENS = 32  # beyond so many, CTAs work in pairs that share a group's tokens
-DOUBLE_TOKENS = 128  # of each stage, where a tile of the shared MLP takes two
-# Tokens of a tile of the shared MLP's gate and up, and of its down, at most; and at how many different times CTAs take them.
-SHARED_GROUP_TOKENS, SHARED_TURNS = (128, 64), 3
 
 
 def pack_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -163,16 +159,6 @@ def make_experts_workspace(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class SharedMlp:
-    """An MLP that all tokens go through, to be computed beside the experts of a step of more than 32 tokens (`takes`)."""
-
-    gate_up: torch.Tensor  # bf16 [2 * width, hidden], of `linear.pack_gate_up`; width a multiple of 128
-    down: torch.Tensor  # bf16 [hidden, width]
-    h: torch.Tensor  # bf16 [num_tokens, width] contiguous, scratch
-    y: torch.Tensor  # bf16 [num_tokens, hidden] contiguous: its outputs, for `moe_combine`
-
-
 def tokens_of_a_group(num_tokens: int) -> int:
     """Tokens of one expert that a tile takes at most, for a step of num_tokens: 8, 16, 32, 128 or 256.
 
@@ -193,7 +179,6 @@ def moe_experts(
     workspace: ExpertsWorkspace,
     *,
     deterministic: bool = False,
-    shared: SharedMlp | None = None,
     library: KernelLibrary | None = None,
 ) -> None:
     """y = down(silu(gate(x)) * up(x)) of every choice, left in the workspace for `moe_combine`.
@@ -205,7 +190,7 @@ def moe_experts(
     A choice's y is one sum over k in order, made the same way whatever the other tokens are: its bits depend on its
     token and its expert alone, with `deterministic` or without.
     """
-    for stage in experts_stages(x, topk_ids, gate_up, down, workspace, shared=shared, library=library):
+    for stage in experts_stages(x, topk_ids, gate_up, down, workspace, library=library):
         stage()
 
 
@@ -220,16 +205,12 @@ def experts_stages(
     few: bool | None = None,
     paired: bool | None = None,
     even: bool = False,
-    shared: SharedMlp | None = None,
-    shared_group_tokens: tuple[int, int] | None = None,
-    shared_turns: int | None = None,
     library: KernelLibrary | None = None,
 ) -> list[Callable[[], None]]:
     """The steps of `moe_experts`, to be called in order: plan, gate and up, down. On the CPU it is one.
 
     For measurements: group_tokens instead of `tokens_of_a_group`, few (no plan, rows of x one by one; at most 64 choices),
-    paired (two CTAs share a group's tokens; not if few), even (all CTAs take as many weight rows, not whole tiles),
-    shared_group_tokens and shared_turns instead of the constants.
+    paired (two CTAs share a group's tokens; not if few), even (all CTAs take as many weight rows, not whole tiles).
     """
     device, ws = x.device, workspace
     check("x", x, (None, ws.hidden), torch.bfloat16, device)
@@ -240,24 +221,14 @@ def experts_stages(
     check("gate_up", gate_up, (ws.num_experts, 2 * ws.width, ws.hidden), torch.bfloat16, device, contiguous_dims=3)
     check("down", down, (ws.num_experts, ws.hidden, ws.width), torch.bfloat16, device, contiguous_dims=3)
     check("workspace", ws.y, (None, ws.hidden), torch.bfloat16, device)
-    if few is None:
-        few = num_tokens * ws.top_k <= FEW_CHOICES
-    if paired is None:
-        paired = num_tokens > ALONE_TOKENS
-    if shared is not None:
-        _check_shared(shared, ws, num_tokens, device)
-        if few or even or not paired:
-            raise ValueError("shared: needs pairs, and goes with neither few nor even")
     if library is None:
         if device.type != "cuda":
-            return [partial(_experts_reference, x, topk_ids, gate_up, down, ws, shared)]
+            return [partial(_experts_reference, x, topk_ids, gate_up, down, ws)]
         library = load()
     if group_tokens is None:
         group_tokens = tokens_of_a_group(num_tokens)
-    if shared_group_tokens is None:
-        shared_group_tokens = SHARED_GROUP_TOKENS
-    # A tile of the shared MLP may take two stages a step, so that its weights are read for twice as many tokens.
-    shared_most = 2 * DOUBLE_TOKENS if group_tokens == DOUBLE_TOKENS else group_tokens
+    if few is None:
+        few = num_tokens * ws.top_k <= FEW_CHOICES
     args = ExpertsArgs(
         y=ws.y.data_ptr(),
         h=ws.h.data_ptr(),
@@ -269,10 +240,6 @@ def experts_stages(
         topk_ids=topk_ids.data_ptr(),
         gate_up=gate_up.data_ptr(),
         down=down.data_ptr(),
-        shared_gate_up=None if shared is None else shared.gate_up.data_ptr(),
-        shared_down=None if shared is None else shared.down.data_ptr(),
-        shared_h=None if shared is None else shared.h.data_ptr(),
-        shared_y=None if shared is None else shared.y.data_ptr(),
         x_stride=x.stride(0),
         row_capacity=ws.y.shape[0],
         num_tokens=num_tokens,
@@ -282,16 +249,12 @@ def experts_stages(
         width=ws.width,
         group_tokens=group_tokens,
         few=int(few),
-        paired=int(paired),
+        paired=int(num_tokens > ALONE_TOKENS if paired is None else paired),
         even=int(even),
         num_ctas=ws.num_ctas,
-        shared_width=0 if shared is None else shared.down.shape[1],
-        shared_group_gate_up=_shared_group(shared_group_tokens[0], group_tokens, shared_most),
-        shared_group_down=_shared_group(shared_group_tokens[1], group_tokens, shared_most),
-        shared_turns=shared_turns or SHARED_TURNS,
     )
     names = ("rorqual_experts_plan", "rorqual_experts_gate_up", "rorqual_experts_down")
-    return [partial(_call_stage, library, name, args, (x, topk_ids, gate_up, down, ws, shared)) for name in names]
+    return [partial(_call_stage, library, name, args, (x, topk_ids, gate_up, down, ws)) for name in names]
 
 
 def moe_combine(
@@ -302,7 +265,6 @@ def moe_combine(
     norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
     normed_out: torch.Tensor | None = None,
-    shared_y: torch.Tensor | None = None,
     library: KernelLibrary | None = None,
 ) -> None:
     """residual += sum over the choices of weight * y, in order of choice; then the RMSNorm that follows, if wanted.
@@ -310,15 +272,12 @@ def moe_combine(
     After `moe_experts` with the same tokens. topk_weights: float32 [num_tokens, top_k] contiguous. residual:
     [num_tokens, hidden] bf16, rows may be strided; summed in float32 and rounded once. normed_out: [num_tokens, hidden]
     bf16 or None; gets the new residual's norm times norm_weight ([hidden] bf16), by `elementwise.rms_norm`'s
-    arithmetic, bit for bit. shared_y: [num_tokens, hidden] bf16 contiguous, of `moe_experts`' shared MLP, or None; added
-    after the choices.
+    arithmetic, bit for bit.
     """
     device, ws = residual.device, workspace
     num_tokens = topk_weights.shape[0]
     check("topk_weights", topk_weights, (num_tokens, ws.top_k), torch.float32, device, contiguous_dims=2)
     check("residual", residual, (num_tokens, ws.hidden), torch.bfloat16, device)
-    if shared_y is not None:
-        check("shared_y", shared_y, (num_tokens, ws.hidden), torch.bfloat16, device, contiguous_dims=2)
     if num_tokens > ws.max_tokens:
         raise ValueError(f"topk_weights: the workspace is for at most {ws.max_tokens} tokens, got {num_tokens}")
     if (norm_weight is None) != (normed_out is None):
@@ -328,7 +287,7 @@ def moe_combine(
         check("normed_out", normed_out, (num_tokens, ws.hidden), torch.bfloat16, device)
     if library is None:
         if device.type != "cuda":
-            _combine_reference(ws, topk_weights, residual, shared_y)
+            _combine_reference(ws, topk_weights, residual)
             if norm_weight is not None and normed_out is not None:
                 elementwise.rms_norm(residual, norm_weight, eps, out=normed_out)
             return
@@ -338,7 +297,6 @@ def moe_combine(
         normed=None if normed_out is None else normed_out.data_ptr(),
         norm_weight=None if norm_weight is None else norm_weight.data_ptr(),
         y=ws.y.data_ptr(),
-        shared_y=None if shared_y is None else shared_y.data_ptr(),
         row_of=ws.row_of.data_ptr(),
         topk_weights=topk_weights.data_ptr(),
         residual_stride=residual.stride(0),
@@ -356,31 +314,6 @@ def _call_stage(library: KernelLibrary, name: str, args: ExpertsArgs, owners: tu
     library.call(name, args, current_stream(owners[0].device))
 
 
-def _shared_group(wanted: int, group_tokens: int, most: int) -> int:
-    return most if wanted >= most else min(wanted, group_tokens)
-
-
-def takes_shared(workspace: ExpertsWorkspace, num_tokens: int, shared_width: int) -> bool:
-    """Whether `moe_experts` can compute a shared MLP of that width beside so many tokens' experts."""
-    ws = workspace
-    return num_tokens > ALONE_TOKENS and not (
-        num_tokens * ws.top_k <= FEW_CHOICES or ws.hidden % 256 or ws.width % 128 or shared_width % 128
-    )
-
-
-def _check_shared(shared: SharedMlp, workspace: ExpertsWorkspace, num_tokens: int, device: torch.device) -> None:
-    width, hidden = shared.down.shape[-1], workspace.hidden
-    if width < 128 or width % 128 or workspace.width % 128 or hidden % 256:
-        raise ValueError(
-            "shared: both widths must be multiples of 128 and hidden of 256, "
-            f"got {width}, {workspace.width} and {hidden}"
-        )
-    check("shared.gate_up", shared.gate_up, (2 * width, hidden), torch.bfloat16, device, contiguous_dims=2)
-    check("shared.down", shared.down, (hidden, width), torch.bfloat16, device, contiguous_dims=2)
-    check("shared.h", shared.h, (num_tokens, width), torch.bfloat16, device, contiguous_dims=2)
-    check("shared.y", shared.y, (num_tokens, hidden), torch.bfloat16, device, contiguous_dims=2)
-
-
 def _check_sizes(hidden: int, width: int) -> None:
     if hidden < 1 or hidden % TILE_ROWS or width < 1 or width % TILE_DEPTH:
         raise ValueError(
@@ -389,17 +322,9 @@ def _check_sizes(hidden: int, width: int) -> None:
 
 
 def _experts_reference(
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    workspace: ExpertsWorkspace,
-    shared: SharedMlp | None,
+    x: torch.Tensor, topk_ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, workspace: ExpertsWorkspace
 ) -> None:
     """`moe_experts` in torch, float32 inside, expert by expert."""
-    if shared is not None:
-        linear_silu_mul(x, shared.gate_up, out=shared.h)
-        linear(shared.h, shared.down, out=shared.y)
     ws = workspace
     order = permute(topk_ids, ws.num_experts)
     ws.expert_starts.copy_(order.expert_starts)
@@ -417,9 +342,7 @@ def _experts_reference(
         ws.y[start:end] = h.float() @ unpack_boxes(down[expert]).float().T
 
 
-def _combine_reference(
-    workspace: ExpertsWorkspace, topk_weights: torch.Tensor, residual: torch.Tensor, shared_y: torch.Tensor | None
-) -> None:
+def _combine_reference(workspace: ExpertsWorkspace, topk_weights: torch.Tensor, residual: torch.Tensor) -> None:
     """`moe_combine`'s sum in torch."""
     num_tokens, top_k = topk_weights.shape
     row_of = workspace.row_of[: num_tokens * top_k].view(num_tokens, top_k).long()
@@ -428,6 +351,4 @@ def _combine_reference(
         row = row_of[:, choice]
         y = workspace.y[row.clamp(min=0)].float() * topk_weights[:, choice, None]
         total += torch.where(row[:, None] >= 0, y, 0.0)
-    if shared_y is not None:
-        total += shared_y.float()
     residual.copy_(residual.float() + total)

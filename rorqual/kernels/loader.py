@@ -10,7 +10,7 @@ import torch
 
 from rorqual.core.errors import ConfigError, InternalError
 
-ABI_VERSION = 6  # RORQUAL_ABI_VERSION of csrc/include/rorqual/abi.h
+ABI_VERSION = 7  # RORQUAL_ABI_VERSION of csrc/include/rorqual/abi.h
 DEFAULT_PATH = Path(__file__).resolve().parents[2] / "build" / "librorqual_kernels.so"
 
 _EINVAL = -1

@@ -273,43 +273,6 @@ def test_combine(layer: Layer, library: KernelLibrary, generator: torch.Generato
     assert torch.equal(plain, residual)
 
 
-@pytest.mark.parametrize("num_tokens", [33, 65, 200, 513, 1025])
-def test_shared_mlp(layer: Layer, library: KernelLibrary, generator: torch.Generator, num_tokens: int) -> None:
-    if layer.name == "v3" and num_tokens != 65:
-        pytest.skip("the same code")
-    device, hidden, width = layer.down.device, layer.hidden, 256 if layer.name == "embedded" else 2816
-    gate_up = randn((2 * width, hidden), generator).mul_(2 * hidden**-0.5)
-    down = randn((hidden, width), generator).mul_(width**-0.5)
-    x, ids = randn((num_tokens, hidden + 64), generator)[:, :hidden], random_ids(layer, num_tokens, generator)
-    both = (x.float() @ gate_up.float().T).view(num_tokens, -1, 2, 8)
-    h = (F.silu(both[:, :, 0]) * both[:, :, 1]).reshape(num_tokens, width).to(torch.bfloat16)
-    want = h.float() @ down.float().T
-    bits = []
-    options: list[dict[str, object]] = [{}, {"shared_turns": 1}, {"shared_group_tokens": (64, 128), "shared_turns": 7}]
-    options += [{"shared_group_tokens": (256, 256), "group_tokens": 128}]
-    for more in (*options, *({**option, "group_tokens": 64} for option in options)):
-        poison(layer.workspace)
-        h_out, y_out = (
-            torch.full((num_tokens, n), float("nan"), dtype=x.dtype, device=device) for n in (width, hidden)
-        )
-        shared = experts.SharedMlp(gate_up, down, h_out, y_out)
-        for stage in experts.experts_stages(
-            x, ids, layer.gate_up, layer.down, layer.workspace, shared=shared, library=library, **more
-        ):
-            stage()
-        check_y(layer, x, ids)
-        error = (y_out.float() - want).norm(dim=-1) / want.norm(dim=-1)
-        assert float(error.max()) < 4e-3, more
-        bits.append(y_out)
-        assert torch.equal(bits[0], bits[-1]), more
-    weights = torch.rand(ids.shape, device=device, generator=generator)
-    plain = randn((num_tokens, hidden), generator)
-    summed = plain.clone()
-    experts.moe_combine(layer.workspace, weights, summed, shared_y=bits[-1], library=library)
-    total = (got_y(layer, ids).double() * weights[..., None].double()).sum(1) + bits[-1].double()
-    torch.testing.assert_close(summed.double(), plain.double() + total, rtol=2.0**-7.99, atol=1e-5)
-
-
 def test_shared_experts_are_chosen_by_all(
     device: torch.device, library: KernelLibrary, generator: torch.Generator
 ) -> None:

@@ -11,7 +11,7 @@
 #define RORQUAL_ABI_H
 #include <stdint.h>
 
-#define RORQUAL_ABI_VERSION 6
+#define RORQUAL_ABI_VERSION 7
 #define RORQUAL_EINVAL (-1)
 
 #pragma GCC visibility push(default)
@@ -130,11 +130,6 @@ typedef struct {
   const void* gate_up;  /* bf16 [num_experts, 2 * width, hidden], gate and up rows alternating by eight, in boxes */
   const void* down;     /* bf16 [num_experts, hidden, width], in boxes: [128, 64] each, k innermost, one after the other, */
                         /*   rows of 128 bytes, a row's eight pieces of 16 bytes at piece ^ (row % 8) */
-  /* An MLP that all tokens go through besides, computed by the same kernels; all NULL and shared_width 0: none. */
-  const void* shared_gate_up; /* bf16 [2 * shared_width, hidden], gate and up rows alternating by eight, not in boxes */
-  const void* shared_down;    /* bf16 [hidden, shared_width], not in boxes */
-  void* shared_h;             /* bf16 [num_tokens, shared_width], scratch */
-  void* shared_y;             /* bf16 [num_tokens, hidden]: its outputs */
   int64_t x_stride, row_capacity; /* rows: >= num_tokens * top_k */
   int32_t num_tokens, top_k, num_experts;
   int32_t hidden, width; /* multiples of 128 and of 64 */
@@ -144,10 +139,6 @@ typedef struct {
   int32_t paired;        /* 1: two CTAs share a group's tokens, where the weight's rows are a multiple of 256; not if few */
   int32_t even;          /* 1: all CTAs take as many weight rows, for when memory is the limit; not if paired */
   int32_t num_ctas;      /* multiprocessors to use */
-  int32_t shared_width;  /* a multiple of 128; needs pairs, and weights of a multiple of 256 rows; not with even */
-  int32_t shared_group_gate_up, shared_group_down; /* its tokens of a tile at most: multiples of 8 up to group_tokens, or
-                          * 256 where that is 128 */
-  int32_t shared_turns;  /* >= 1: in how many groups CTAs come to its tiles at different times */
 } RorqualExperts;
 int32_t rorqual_experts_plan_chunks(int32_t num_choices);
 int rorqual_experts_plan(const RorqualExperts* args, void* stream);
@@ -160,7 +151,6 @@ typedef struct {
   void* normed;             /* bf16 [num_tokens, hidden] or NULL: RMSNorm of the new residual times norm_weight */
   const void* norm_weight;  /* bf16 [hidden] or NULL */
   const void* y;            /* bf16 [rows, hidden] */
-  const void* shared_y;     /* bf16 [num_tokens, hidden] or NULL: added as it is, after the weighted rows */
   const void* row_of;       /* i32 [num_tokens, top_k], negative: no expert */
   const void* topk_weights; /* f32 [num_tokens, top_k] */
   int64_t residual_stride, normed_stride;

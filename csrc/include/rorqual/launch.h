@@ -122,7 +122,6 @@ inline constexpr int kExpertsTileRows = 128;
 // So many choices, or fewer, the products sort themselves.
 inline constexpr int kExpertsFewChoices = 64;
 inline constexpr int kExpertsTokenMaps = 5;
-inline constexpr int kExpertsDoubleTokens = 128;  // where a tile of the shared MLP has more, with groups of so many
 
 // Choices in expert order, cut into groups of one expert's rows.
 struct ExpertsPlanParams {
@@ -147,21 +146,9 @@ struct ExpertsSortParams {
 };
 cudaError_t launch_experts_sort(const ExpertsSortParams& p, cudaStream_t stream);
 
-// An MLP that all tokens go through, in tiles of the same kernels; num_tokens 0: none.
-struct ExpertsShared {
-  CUtensorMap weight_map;                     // [weight_rows, 64 * steps] in boxes of kExpertsTileRows x 64
-  CUtensorMap token_maps[kExpertsTokenMaps];  // [num_tokens, 64 * steps] in boxes of 8, 16 … x 64
-  __nv_bfloat16* out;                         // [num_tokens, out_width]
-  int weight_rows, steps, out_width;
-  // A tile's tokens at most: a multiple of 8 up to the routed groups', or of pairs twice kExpertsDoubleTokens if those are
-  // kExpertsDoubleTokens.
-  int num_tokens, group_tokens;
-  int turns;                     // in how many groups CTAs come to these tiles at different times
-};
-
 struct ExpertsProductParams {
+  CUtensorMap weight_map;  // [num_experts, weight rows, k] in boxes of kExpertsTileRows x 64
   CUtensorMap token_maps[kExpertsTokenMaps];  // [rows, k] in boxes of 8, 16 … x 64; few choices: the first, of 1 x 64, x
-  ExpertsShared shared;
   // [num_experts, weight_rows, 64 * steps] as boxes of kExpertsTileRows x 64, one after the other, k innermost, each as it
   // lies in shared memory: rows of 128 bytes, a row's eight pieces of 16 bytes at piece ^ (row % 8).
   const __nv_bfloat16* weight;
@@ -187,7 +174,6 @@ struct ExpertsCombineParams {
   __nv_bfloat16* normed;             // [num_tokens, hidden] or null
   const __nv_bfloat16* norm_weight;  // [hidden] or null
   const __nv_bfloat16* y;            // [rows, hidden]
-  const __nv_bfloat16* shared_y;     // [num_tokens, hidden] or null: what is added with weight 1
   const int* row_of;                 // [num_tokens, top_k]; -1: nothing
   const float* topk_weights;         // [num_tokens, top_k]
   int64_t residual_stride, normed_stride;
