@@ -82,7 +82,7 @@ class SchedulerLink:
         on_report: Callable[[], None] = lambda: None,
         clock: Clock | None = None,
     ) -> None:
-        """`hello`: all but the inventory. `on_report` is called after each report was taken from the loop."""
+        """`hello`: all but the inventory. `on_report` is called after each report was sent."""
         self._address = address
         self._hello = hello
         self._loop = loop
@@ -221,7 +221,6 @@ class SchedulerLink:
             is_due = now_s - connection.heartbeat_s >= heartbeat_every_s
             report = outbox.take(is_due=is_due)
             if report is not None:
-                self._on_report()
                 if report.num_steps:
                     self._sleep.stir()
                 if is_due:
@@ -229,6 +228,7 @@ class SchedulerLink:
                     report.heartbeat.step_running_us = self._loop.step_running_us()
                 async with asyncio.timeout(self._peer_timeout_s):
                     await connection.call.write(executor_pb2.ConnectRequest(report=report))
+                self._on_report()
                 continue
             wait_s = max(connection.heartbeat_s + heartbeat_every_s - now_s, 0.001)
             timer = asyncio.get_running_loop().call_later(wait_s, self._output.set)
