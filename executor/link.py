@@ -93,6 +93,7 @@ class SchedulerLink:
         self._highest_epoch = 0
         self._output = asyncio.Event()
         self._sleep = LightSleep()
+        self._num_running = 0  # sequences of the last step
         self._order_error: OrderError | None = None
         self.num_connects = 0
 
@@ -204,8 +205,8 @@ class SchedulerLink:
             if message.WhichOneof("message") != "orders":
                 raise OrderError("a message of a kind that this executor does not know")
             if message.orders.batch_id:
-                self._sleep.stir()
                 self._loop.receive(message.orders)
+                self._sleep.stir(self._num_running)
 
     async def _send(self, connection: _Connection, heartbeat_every_s: float) -> None:
         """Reports whenever there is something and the wire is free; a heartbeat each second; an eye on silence."""
@@ -222,7 +223,8 @@ class SchedulerLink:
             report = outbox.take(is_due=is_due)
             if report is not None:
                 if report.num_steps:
-                    self._sleep.stir()
+                    self._num_running = len(report.seq_ids) // 8  # 8 bytes each
+                    self._sleep.stir(self._num_running)
                 if is_due:
                     connection.heartbeat_s = now_s
                     report.heartbeat.step_running_us = self._loop.step_running_us()

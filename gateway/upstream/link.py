@@ -113,7 +113,7 @@ class SessionLink:
         if not self.closed:
             self._commands.append(command)
             self._wanted.set()
-            self._sleep.stir()
+            self._sleep.stir(len(self._readers))
 
     async def run(self) -> RorqualError:
         """Carry frames until the session ends. Returns why it did, after every reader was told."""
@@ -155,7 +155,7 @@ class SessionLink:
                 self.heard = True
                 self._on_first_frame()
             if frame.streams:
-                self._sleep.stir()
+                self._sleep.stir(len(readers))
             for message in frame.streams:
                 reader = readers.get(message.stream_id)
                 if reader is not None:

@@ -110,7 +110,7 @@ class Engine:
     def submit(self, events: Sequence[Event]) -> None:
         """Events of one caller that came together."""
         if events:
-            self._sleep.stir()
+            self._sleep.stir(len(self._streams))
             effects = self.core.handle_all(events, self.now_s())
             self._wake(effects.links)  # first, so that orders are on their way before callers are told that they are
             self._dispatch(effects)
@@ -176,7 +176,7 @@ class Engine:
         if proto.HasField("heartbeat"):
             link.step_running_s = proto.heartbeat.step_running_us / 1e6
         if proto.num_steps:
-            self._sleep.stir()
+            self._sleep.stir(len(self._streams))
         if link.link_id in self._links:
             self._dispatch(self.core.handle(reported_from_proto(link.link_id, proto), now_s))
 

@@ -131,7 +131,7 @@ class SchedulerLink:
         self._by_id.pop(stream.stream_id, None)
 
     def _send_open(self, stream: UpstreamStream) -> None:
-        self._sleep.stir()
+        self._sleep.stir(len(self._streams))
         stream.stream_id = self._next_id
         self._next_id += 1
         self._by_id[stream.stream_id] = stream
@@ -260,7 +260,7 @@ class SchedulerLink:
             self._last_heard_s = self._clock.monotonic_s()
             self._down_since_s = None
             if frame.events:
-                self._sleep.stir()
+                self._sleep.stir(len(self._streams))
             self._dispatch(frame)
 
     def _dispatch(self, frame: generation_pb2.GenerationServiceSessionResponse) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rorqual.rpc.light_sleep import LIGHT_S, TICK_S, LightSleep
+from rorqual.rpc.light_sleep import FEW, LIGHT_S, TICK_S, LightSleep
 
 
 class VirtualLoop:
@@ -42,11 +42,11 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> VirtualLoop:
 
 def test_ticks_until_nothing_has_stirred_for_a_while(loop: VirtualLoop) -> None:
     sleep = LightSleep()
-    sleep.stir()
+    sleep.stir(1)
     loop.run_until(5.0 + LIGHT_S / 2)
     assert len(loop.timers) == 1
-    sleep.stir()
-    sleep.stir()
+    sleep.stir(FEW)
+    sleep.stir(0)
     assert len(loop.timers) == 1  # one tick at a time, however often it stirs
     loop.run_until(5.0 + 1.4 * LIGHT_S)
     assert len(loop.timers) == 1
@@ -60,8 +60,19 @@ def test_begins_anew(loop: VirtualLoop) -> None:
     for start_s in (5.0, 50.0):
         loop.run_until(start_s)
         assert not loop.timers
-        sleep.stir()
+        sleep.stir(1)
         loop.run_until(start_s + LIGHT_S / 2)
         assert loop.timers
         loop.run_until(start_s + 2 * LIGHT_S)
     assert not loop.timers
+
+
+def test_many_requests_need_no_ticks(loop: VirtualLoop) -> None:
+    sleep = LightSleep()
+    sleep.stir(FEW + 1)
+    assert not loop.timers
+    sleep.stir(FEW)
+    for step in range(1, 20):
+        loop.run_until(5.0 + step * LIGHT_S / 10)
+        sleep.stir(FEW + 1)
+    assert not loop.timers  # they go on no longer for what stirs beside them
