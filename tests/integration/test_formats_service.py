@@ -440,7 +440,10 @@ async def test_the_embedded_model_is_made_to_call(stack: Any) -> None:
         ("deepseek-v4", thinking(False), False),
     ],
 )
-async def test_a_constraint_leaves_the_reasoning_free(format_name: str, switch: str, reasons: bool) -> None:
+async def test_a_constraint_leaves_the_reasoning_free(
+    monkeypatch: pytest.MonkeyPatch, format_name: str, switch: str, reasons: bool
+) -> None:
+    monkeypatch.setattr("services.tokenizer.model_watch._INTERVAL_S", 0.02)
     constraint = text_pb2.Constraint(regex="[0-9]+")
     named = text_pb2.ToolChoice(function_name="get_weather")
     forced = ask(tool_choice=named, chat_template_kwargs_json=switch)
@@ -448,7 +451,9 @@ async def test_a_constraint_leaves_the_reasoning_free(format_name: str, switch: 
         await hear(stack.stub.Chat(ask(tools=False, constraint=constraint, chat_template_kwargs_json=switch)))
         (request,) = stack.scheduler.seen.opened
         stack.scheduler.model.takes_grammars = False
-        await asyncio.sleep(1.5)  # until the tokenizer has asked again
+        async with asyncio.timeout(20):
+            while (model := stack.app._watch.model) is None or model.takes_grammars:  # until it has asked again
+                await asyncio.sleep(0.01)
         error = await failure(stack.stub.Chat(ask(tools=False, constraint=constraint)))
         assert (error.reason, error.field) == ("UNSUPPORTED_CONSTRAINT", "constraint")
         if reasons and format_name != "deepseek-r1-0528":

@@ -36,6 +36,13 @@ async def port_of(port_file: Path) -> int:
     return int(port_file.read_text())
 
 
+async def until_it_ends(process: asyncio.subprocess.Process) -> str:
+    """What it logs up to the line that says it has taken the signal."""
+    assert process.stderr is not None
+    async with asyncio.timeout(30):
+        return (await process.stderr.readuntil(b"ending: ")).decode()
+
+
 async def test_running_streams_end_before_the_process_does(tmp_path: Path) -> None:
     go_on = asyncio.Event()
     async with scripted_tokenizer() as tokenizer:
@@ -47,16 +54,17 @@ async def test_running_streams_end_before_the_process_does(tmp_path: Path) -> No
                 parts = response.aiter_text()
                 body = await anext(parts)
                 process.send_signal(signal.SIGTERM)
-                await asyncio.sleep(0.3)
+                log = await until_it_ends(process)
                 assert not ended(process)
                 go_on.set()
                 body += "".join([part async for part in parts])
             assert sse_events(body)[-1] == "[DONE]"
         async with asyncio.timeout(10):
-            _, log = await process.communicate()
-        assert process.returncode == 0, log.decode()
-        assert f"listening on http://127.0.0.1:{port}" in log.decode()
-        assert "Traceback" not in log.decode()
+            _, rest = await process.communicate()
+        log += rest.decode()
+        assert process.returncode == 0, log
+        assert f"listening on http://127.0.0.1:{port}" in log
+        assert "Traceback" not in log
 
 
 async def test_a_second_signal_ends_at_once_with_an_error_event(tmp_path: Path) -> None:
@@ -72,7 +80,7 @@ async def test_a_second_signal_ends_at_once_with_an_error_event(tmp_path: Path) 
             parts = response.aiter_text()
             body = await anext(parts)
             process.send_signal(signal.SIGINT)
-            await asyncio.sleep(0.2)
+            await until_it_ends(process)
             process.send_signal(signal.SIGINT)
             body += "".join([part async for part in parts])
         assert sse_events(body)[-1]["error"]["code"] == "shutting_down"

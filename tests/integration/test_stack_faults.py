@@ -12,7 +12,7 @@ import pytest
 from rorqual import LLM, SamplingParams
 
 WaitUntil = Callable[..., None]
-NUM_TOKENS = 150
+NUM_TOKENS = 80
 
 
 @pytest.fixture(scope="module")
