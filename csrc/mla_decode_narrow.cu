@@ -188,7 +188,7 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, char* smem, co
 #pragma unroll
       for (int i = 0; i < T::kScores; ++i) out[c][i] = 0.f;
     }
-    int join_at = min(segment.begin + p.split_blocks, segment.end);  // where the split at work ends, if it is to be joined
+    int join_at = min(segment.begin + p.split_blocks, segment.end);  // the end of the split at work, if joined here
     more = walk.next(next_segment);  // here, where the query and the first block are still under way
     mbarrier_wait(&barriers.query_full[query_stage], query_phase);
 

@@ -4,19 +4,19 @@
 // (or, with splits of a fixed size, a unit a split or a group of splits). Part i is the stretch
 // [i, i + 1) * ceil(total / parts). Where there are parts enough, no part holds two sequences: each is padded to a
 // multiple of the least length that needs no more parts than there are (with splits of a fixed size, a part of that
-// length holds whole splits, and the last one of a sequence what is left if that fits). Where there are fewer parts than
+// length holds whole splits, and a sequence's last part what is left, if it fits). Where there are fewer parts than
 // sequences and whole sequences fill them nearly evenly, none is cut. Everything a part or a sequence needs to know
 // follows from prefix sums by division, or from jumps of 2^k parts, so no loop is serial in the batch.
 // Tiling:  one CTA for the plan; once a step, not once a layer. Traffic: 12 B a sequence. Latency-bound.
 //
-// With groups of splits a step's unit is a group, or a split where groups are few for the parts: who joins the splits of
-// a group does not show in the bits, so this may follow the load.
+// With groups of splits a step's unit is a group, or a split where groups are few for the parts: who joins the splits
+// of a group does not show in the bits, so this may follow the load.
 //
 // Combine. out = sum_k 2^(lse_k - lse) out_k over a sequence's splits k in ascending order, in float32; the same
 // bits however many CTAs computed them. A sequence of one split was written by the attention kernel itself.
 // Tiling:  many rows: a warp a row, eight rows a CTA. Fewer: one CTA a row, a thread four of its 512 values. Where a
-//          sequence may have many splits, four CTAs share a row, and in each four groups of threads share the splits, or
-//          sixteen where the rows are few too.
+//          sequence may have many splits, four CTAs share a row, and in each four groups of threads share the splits,
+//          or sixteen where the rows are few too.
 // Traffic: 2,052 B read a split and row, 1,024 B written a row, mostly from L2.
 // Checked against rorqual/kernels/reference_paged.py::mla_decode_paged through tests/gpu.
 #include "rorqual/launch_kernel.cuh"
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1) mla_plan_kernel(const MlaPlan
 // The weights of a row's splits, as a warp computes them from the logarithms (base 2) of their sums.
 class SplitWeights {
  public:
-  // Starts reading: split k's logarithm is lses[k * stride]; the warp will first want the weights from split `begin` on.
+  // Starts reading: split k's logarithm is lses[k * stride]; the warp first wants the weights from split `begin` on.
   __device__ __forceinline__ SplitWeights(const float* lses, int stride, int num_splits, int begin)
       : lses_(lses), stride_(stride), num_splits_(num_splits), begin_(begin), lane_(threadIdx.x % kWarpSize) {
     lane_lse_ = read(lane_);
@@ -362,9 +362,9 @@ mla_combine_rows_kernel(const __grid_constant__ MlaDecodeParams p) {
   store(sum, weights.lse);
 }
 
-// Fewer rows: a CTA takes kCols values of a row; its kGroups groups of kCols / 4 threads share the splits. kAhead values
-// of a thread are under way at once, the first ones while the weights are computed. (The bound of one CTA matters:
-// without it ptxas stops at 40 registers, spills, and halves the loads in flight.)
+// Fewer rows: a CTA takes kCols values of a row; its kGroups groups of kCols / 4 threads share the splits. kAhead
+// values of a thread are under way at once, the first ones while the weights are computed. (The bound of one CTA
+// matters: without it ptxas stops at 40 registers, spills, and halves the loads in flight.)
 template <int kCols, int kGroups>
 __global__ void __launch_bounds__(kCols / 4 * kGroups, 1)
 mla_combine_kernel(const __grid_constant__ MlaDecodeParams p) {
@@ -430,9 +430,10 @@ mla_combine_kernel(const __grid_constant__ MlaDecodeParams p) {
 }
 
 // The same where splits have groups: the groups are combined, and before that, where the splits were computed one by
-// one, the splits of each joined as the attention kernel joins them. Of the groups, every fourth is added to one of four
-// sums, and these in order. A CTA takes kCols values of a row, with a warp or more for each of kThreadGroups of the sums.
-// All that a thread reads of kBuffers groups is under way at once.
+// one, the splits of each joined as the attention kernel joins them. Of the groups, every fourth is added to one of
+// four sums, and these in order. A CTA takes kCols values of a row, with a warp or more for each of kThreadGroups of
+// the sums; of a row with one group alone a single CTA takes all. What a thread reads of kBuffers groups is under way
+// at once.
 template <int kCols, int kThreadGroups, int kBuffers, int kMinCtas>
 __global__ void __launch_bounds__(kCols / 4 * kThreadGroups, kMinCtas)
 mla_combine_groups_kernel(const __grid_constant__ MlaDecodeParams p) {
@@ -440,19 +441,22 @@ mla_combine_groups_kernel(const __grid_constant__ MlaDecodeParams p) {
   constexpr int kSums = 4, kOwnSums = kSums / kThreadGroups, kAhead = 8;
   constexpr int kUnroll = kOwnSums > kBuffers ? kOwnSums : kBuffers;
   static_assert(kGroupThreads % kWarpSize == 0 && kUnroll % kOwnSums == 0 && kUnroll % kBuffers == 0);
+  static_assert(kThreadGroups == 1 || kThreads == Mla::kLatent / 4);  // for one_group
   __shared__ float single_lse[kMaxSingleGroups], single_inverse[kMaxSingleGroups];
   const int head = blockIdx.x / kSlices, slice = blockIdx.x % kSlices, query = blockIdx.y, seq = blockIdx.z;
   const SeqPlan seq_plan = SeqPlan::load(p.plan, p.num_parts, seq);
   const bool single = __ldcg(p.plan + 3) == p.split_blocks;
   const int first = seq_plan.first_split, num_splits = seq_plan.num_splits;
-  const bool idle = query >= seq_plan.q_len || num_splits == 1;
+  const bool one_group = kThreadGroups > 1 && single && num_splits <= p.group_splits;
+  const bool idle = query >= seq_plan.q_len || num_splits == 1 || (one_group && slice > 0);
   if (idle && blockIdx.x + blockIdx.y + blockIdx.z > 0) return;  // one stays: see above
   wait_for_previous_kernel();
   let_dependents_launch();
   if (idle) return;
 
-  const int thread_group = threadIdx.x / kGroupThreads;
-  const int value = slice * kGroupThreads + threadIdx.x % kGroupThreads;  // which four of the row's values
+  const int thread_group = one_group ? 0 : threadIdx.x / kGroupThreads;
+  // Which four of the row's values.
+  const int value = one_group ? threadIdx.x : slice * kGroupThreads + threadIdx.x % kGroupThreads;
   const int64_t token = seq_plan.q_start + query;
   float4 sums[kOwnSums];
 #pragma unroll
@@ -575,10 +579,14 @@ mla_combine_groups_kernel(const __grid_constant__ MlaDecodeParams p) {
     static_assert(kOwnSums == 1);
     __shared__ float4 others[kThreadGroups - 1][kGroupThreads];
     if (thread_group > 0) others[thread_group - 1][threadIdx.x % kGroupThreads] = sums[0];
-    __syncthreads();
-    if (thread_group > 0) return;
+    if (one_group) {
+      add_up(sums[0], all_of(0.f));  // as below
+    } else {
+      __syncthreads();
+      if (thread_group > 0) return;
 #pragma unroll
-    for (int i = 0; i < kThreadGroups - 1; ++i) add_up(sums[0], others[i][threadIdx.x]);
+      for (int i = 0; i < kThreadGroups - 1; ++i) add_up(sums[0], others[i][threadIdx.x]);
+    }
   }
   store_out(p, token, head, value, sums[0]);
   if (p.lse != nullptr && value == 0) p.lse[token * p.num_heads + head] = lse * (1.f / kLog2E);
@@ -607,6 +615,7 @@ cudaError_t launch_mla_decode(MlaDecodeKernel kernel, const MlaDecodeParams& p, 
   };
   if (p.group_splits > 1) {
     if (rows <= 64) return launch_slices(mla_combine_groups_kernel<128, 4, 2, 3>, 128, 4);
+    if (rows <= 256) return launch_slices(mla_combine_groups_kernel<128, 4, 1, 5>, 128, 4);
     return launch_slices(mla_combine_groups_kernel<512, 1, 1, 5>, 512, 1);
   }
   if (splits >= 32 && rows <= 32) return launch_slices(mla_combine_kernel<128, 16>, 128, 16);
