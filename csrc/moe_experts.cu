@@ -15,6 +15,9 @@
 // Traffic: the chosen experts' weights once from HBM (again from L2 for each further group of an expert), tokens from L2.
 //          2,048 x 1,408: 11.5 MB an expert for gate/up, 5.8 MB for down. HBM-bound up to about 180 tokens an expert.
 // Both products start their weights before the kernel in front has ended (dependent launch).
+// Halves:  a single token needs few registers and some 100 KiB of weights in flight an SM. So its products take half of an
+//          SM, 125 and 90 KiB, and CTAs of the other, or of a product of linear_rows.cu, stand in the other half: while one
+//          kernel ends, the next one's weights are on their way. Of more tokens it took longer.
 // Checked against rorqual/kernels/experts.py::moe_experts on CPU tensors.
 #include <type_traits>
 
@@ -37,9 +40,10 @@ struct Tile {
   static constexpr int kMaxStages = 12;
   static constexpr int kWarpgroup = 128, kWarps = 4;
   static constexpr int kComputeThreads = 2 * kWarpgroup, kThreads = kComputeThreads + kWarpgroup;
-  static constexpr int kComputeRegisters = 224, kProducerRegisters = 56;
+  static constexpr int kComputeRegisters = 224, kProducerRegisters = 56;  // where a CTA has the SM to itself
   static_assert(kComputeThreads * kComputeRegisters + kWarpgroup * kProducerRegisters <= 65536);
   static constexpr int kSmemLimit = 232448 - 1536;  // but for the plan of few choices
+  static constexpr int kGateUpHalf = 126000, kDownHalf = 91000;  // where it takes half of an SM
   static constexpr int kAlign = 1024;
   static constexpr int kBarrierBytes = 2 * kMaxStages * 8;
   static constexpr int kTurnTokens = 128;  // tokens that a warpgroup turns at once
@@ -60,12 +64,12 @@ constexpr int kMaxFewChoices = kExpertsFewChoices, kMaxExperts = 512;
 
 struct Layout {  // of shared memory: stages, what the warpgroups turn, barriers
   int stage_bytes, turn_bytes, stages, total;
-  __host__ __device__ Layout(int group_tokens, Cta cta) {
+  __host__ __device__ Layout(int group_tokens, Cta cta, int limit) {
     const int columns =
         cta == Cta::kAlone ? tile_columns<Cta::kAlone>(group_tokens) : tile_columns<Cta::kPaired>(group_tokens);
     stage_bytes = Tile::kWeightBytes + columns * Tile::kRowBytes;
     turn_bytes = (columns < Tile::kTurnTokens ? columns : Tile::kTurnTokens) * Tile::kRowBytes;
-    const int room = Tile::kSmemLimit - Tile::kAlign - Tile::kBarrierBytes - 2 * turn_bytes;
+    const int room = limit - Tile::kAlign - Tile::kBarrierBytes - 2 * turn_bytes;
     stages = room / stage_bytes < Tile::kMaxStages ? room / stage_bytes : Tile::kMaxStages;
     total = Tile::kAlign + stages * stage_bytes + 2 * turn_bytes + Tile::kBarrierBytes;
   }
@@ -419,7 +423,7 @@ __device__ __forceinline__ void compute_tile(const ExpertsProductParams& p, cons
   }
 }
 
-template <bool kDown, Cta kCta>
+template <bool kDown, Cta kCta, bool kHalf>
 __device__ __forceinline__ void compute(const ExpertsProductParams& p, const Smem& smem) {
   const int half = threadIdx.x / Tile::kWarpgroup;
   Walk<kCta> walk(p, smem);
@@ -429,7 +433,9 @@ __device__ __forceinline__ void compute(const ExpertsProductParams& p, const Sme
     const auto with = [&](auto tokens) {
       compute_tile<kDown, kCta, decltype(tokens)::value>(p, smem, stage, work, half);
     };
-    if constexpr (kCta == Cta::kAlone) {
+    if constexpr (kHalf) {
+      with(std::integral_constant<int, 8>{});
+    } else if constexpr (kCta == Cta::kAlone) {
       switch (tile_columns<kCta>(work.group.z)) {
         case 8: with(std::integral_constant<int, 8>{}); break;
         case 16: with(std::integral_constant<int, 16>{}); break;
@@ -459,12 +465,18 @@ __device__ __forceinline__ void compute(const ExpertsProductParams& p, const Sme
   }
 }
 
-template <bool kDown, Cta kCta>
-__global__ void __launch_bounds__(Tile::kThreads, 1)
+template <bool kDown>
+__host__ __device__ constexpr int smem_limit(bool half) {
+  return half ? (kDown ? Tile::kDownHalf : Tile::kGateUpHalf) : Tile::kSmemLimit;
+}
+
+// kHalf: of half an SM, groups of up to 8 tokens.
+template <bool kDown, Cta kCta, bool kHalf>
+__global__ void __launch_bounds__(Tile::kThreads, kHalf ? 2 : 1)
     experts_product_kernel(const __grid_constant__ ExpertsProductParams p) {
   extern __shared__ char smem_raw[];
   __shared__ FewChoices few;
-  const Layout layout(p.group_tokens, kCta);
+  const Layout layout(p.group_tokens, kCta, smem_limit<kDown>(kHalf));
   Smem smem;
   smem.stages = smem_raw + (Tile::kAlign - smem_addr(smem_raw) % Tile::kAlign) % Tile::kAlign;
   smem.turn = smem.stages + layout.stages * layout.stage_bytes;
@@ -495,11 +507,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     __syncthreads();
   }
   if (threadIdx.x < Tile::kComputeThreads) {
-    take_registers<Tile::kComputeRegisters>();
-    compute<kDown, kCta>(p, smem);
+    if constexpr (!kHalf) take_registers<Tile::kComputeRegisters>();
+    compute<kDown, kCta, kHalf>(p, smem);
     __syncwarp();
   } else {
-    release_registers<Tile::kProducerRegisters>();
+    if constexpr (!kHalf) release_registers<Tile::kProducerRegisters>();
     if (threadIdx.x == Tile::kComputeThreads) {
       produce_weights<kCta>(p, smem);
     } else if (threadIdx.x / kWarpSize == Tile::kComputeThreads / kWarpSize + 1) {
@@ -512,12 +524,17 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 
 template <bool kDown>
 cudaError_t launch(const ExpertsProductParams& p, int num_ctas, bool paired, cudaStream_t stream) {
-  const int smem_bytes = Layout(p.group_tokens, paired ? Cta::kPaired : Cta::kAlone).total;
+  const bool half = p.topk_ids != nullptr && p.num_choices == p.top_k && p.group_tokens == 8;
+  const int smem_bytes = Layout(p.group_tokens, paired ? Cta::kPaired : Cta::kAlone, smem_limit<kDown>(half)).total;
   if (paired) {
-    return launch_kernel(experts_product_kernel<kDown, Cta::kPaired>, dim3((num_ctas + 1) / 2 * 2), Tile::kThreads, stream,
-                         {.smem_bytes = smem_bytes, .overlaps = true, .cluster = 2}, p);
+    return launch_kernel(experts_product_kernel<kDown, Cta::kPaired, false>, dim3((num_ctas + 1) / 2 * 2), Tile::kThreads,
+                         stream, {.smem_bytes = smem_bytes, .overlaps = true, .cluster = 2}, p);
   }
-  return launch_kernel(experts_product_kernel<kDown, Cta::kAlone>, dim3(num_ctas), Tile::kThreads, stream,
+  if (half) {
+    return launch_kernel(experts_product_kernel<kDown, Cta::kAlone, true>, dim3(num_ctas), Tile::kThreads, stream,
+                         {.smem_bytes = smem_bytes, .overlaps = true}, p);
+  }
+  return launch_kernel(experts_product_kernel<kDown, Cta::kAlone, false>, dim3(num_ctas), Tile::kThreads, stream,
                        {.smem_bytes = smem_bytes, .overlaps = true}, p);
 }
 
