@@ -14,40 +14,54 @@ constexpr int kVecElems = 8;  // bf16 in 16 bytes
 constexpr int kMaxThreads = 256;
 constexpr int kMaxVecs = 8;  // a thread's vectors at most, so rows of up to 16,384 values
 
-// kVecs: 16-byte vectors a thread; vector v of thread t is t + v * blockDim.x.
+// kVecs: 16-byte vectors a thread; vector v of thread t is t + v * blockDim.x. Rows are read some at a time, so that one
+// latency of L2 serves them all: a small step is nothing but that latency.
 template <int kVecs>
-__global__ void __launch_bounds__(kMaxThreads) experts_combine_kernel(const ExpertsCombineParams p, int num_vecs) {
+__global__ void __launch_bounds__(kMaxThreads, kVecs == 1 ? 4 : 1)
+    experts_combine_kernel(const ExpertsCombineParams p, int num_vecs) {
+  constexpr int kAtOnce = kVecs == 1 ? 6 : kVecs <= 4 ? 2 : 1;  // rows
   const int64_t token = blockIdx.x;
   const int lane = threadIdx.x % kWarpSize;
   // Everything but y is older than the second product, which lets this kernel start when all before it have ended.
   const int own_row = lane < p.top_k ? p.row_of[token * p.top_k + lane] : -1;
-  const float own_weight = lane < p.top_k ? p.topk_weights[token * p.top_k + lane] : 0.f;
+  const float weight_read = lane < p.top_k ? p.topk_weights[token * p.top_k + lane] : 0.f;
+  const float own_weight = own_row >= 0 ? weight_read : 0.f;  // an unused choice's may be anything
   uint4* residual = reinterpret_cast<uint4*>(p.residual + token * p.residual_stride);
-  uint4 vecs[kVecs];
+  uint4 vecs[kVecs], norm_weights[kVecs];
 #pragma unroll
   for (int v = 0; v < kVecs; ++v) {
     const int idx = threadIdx.x + v * blockDim.x;
-    vecs[v] = idx < num_vecs ? residual[idx] : make_uint4(0, 0, 0, 0);
+    vecs[v] = norm_weights[v] = make_uint4(0, 0, 0, 0);
+    if (idx >= num_vecs) continue;
+    vecs[v] = residual[idx];
+    if (p.normed != nullptr) norm_weights[v] = reinterpret_cast<const uint4*>(p.norm_weight)[idx];
   }
   wait_for_previous_kernel();
   let_dependents_launch();
   float sum[kVecs][kVecElems] = {};
-#pragma unroll 4
-  for (int choice = 0; choice < p.top_k; ++choice) {
-    const int row = __shfl_sync(0xffffffffu, own_row, choice);
-    const float weight = __shfl_sync(0xffffffffu, own_weight, choice);
-    if (row < 0) continue;
-    const uint4* y = reinterpret_cast<const uint4*>(p.y + int64_t{row} * p.hidden);
+  for (int first = 0; first < p.top_k; first += kAtOnce) {
+    uint4 y[kAtOnce][kVecs];
 #pragma unroll
-    for (int v = 0; v < kVecs; ++v) {
-      const int idx = threadIdx.x + v * blockDim.x;
-      if (idx >= num_vecs) continue;
-      const uint4 vec = y[idx];
-      const uint32_t* pairs = reinterpret_cast<const uint32_t*>(&vec);
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int row = __shfl_sync(0xffffffffu, own_row, (first + i) % kWarpSize);  // -1 beyond top_k, too
+      const uint4* from = reinterpret_cast<const uint4*>(p.y + int64_t{row} * p.hidden);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        sum[v][2 * i] = fmaf(weight, bf16_low(pairs[i]), sum[v][2 * i]);
-        sum[v][2 * i + 1] = fmaf(weight, bf16_high(pairs[i]), sum[v][2 * i + 1]);
+      for (int v = 0; v < kVecs; ++v) {
+        const int idx = threadIdx.x + v * blockDim.x;
+        y[i][v] = row >= 0 && first + i < p.top_k && idx < num_vecs ? from[idx] : make_uint4(0, 0, 0, 0);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const float weight = __shfl_sync(0xffffffffu, own_weight, (first + i) % kWarpSize);
+#pragma unroll
+      for (int v = 0; v < kVecs; ++v) {
+        const uint32_t* pairs = reinterpret_cast<const uint32_t*>(&y[i][v]);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          sum[v][2 * k] = fmaf(weight, bf16_low(pairs[k]), sum[v][2 * k]);
+          sum[v][2 * k + 1] = fmaf(weight, bf16_high(pairs[k]), sum[v][2 * k + 1]);
+        }
       }
     }
   }
@@ -75,18 +89,17 @@ __global__ void __launch_bounds__(kMaxThreads) experts_combine_kernel(const Expe
     if (threadIdx.x % kWarpSize == 0) warp_squares[threadIdx.x / kWarpSize] = squares;
     __syncthreads();
     squares = 0.f;
-    for (int w = 0; w < num_warps; ++w) squares += warp_squares[w];
+#pragma unroll
+    for (int w = 0; w < kMaxThreads / kWarpSize; ++w) squares += w < num_warps ? warp_squares[w] : 0.f;
   }
   const float inv_rms = rsqrtf(squares * (1.f / static_cast<float>(p.hidden)) + p.eps);
-  const uint4* weight_vecs = reinterpret_cast<const uint4*>(p.norm_weight);
   uint4* normed = reinterpret_cast<uint4*>(p.normed + token * p.normed_stride);
 #pragma unroll
   for (int v = 0; v < kVecs; ++v) {
     const int idx = threadIdx.x + v * blockDim.x;
     if (idx >= num_vecs) continue;
-    const uint4 w = weight_vecs[idx];
     const uint32_t* a = reinterpret_cast<const uint32_t*>(&vecs[v]);
-    const uint32_t* b = reinterpret_cast<const uint32_t*>(&w);
+    const uint32_t* b = reinterpret_cast<const uint32_t*>(&norm_weights[v]);
     uint32_t y[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // rounded to bf16 before the product, as the published model does
