@@ -15,7 +15,6 @@ from rorqual.core.clock import Clock, SystemClock
 from rorqual.core.errors import PreconditionError, RorqualError, UnavailableError
 from rorqual.core.token_ids import pack_token_ids, pack_uint64
 from rorqual.rpc.channel import open_channel
-from rorqual.rpc.light_sleep import LightSleep
 from rorqual.rpc.status import describe, from_rpc_error
 from rorqual.v1 import executor_pb2, executor_pb2_grpc
 
@@ -92,8 +91,6 @@ class SchedulerLink:
         self._clock = clock or SystemClock()
         self._highest_epoch = 0
         self._output = asyncio.Event()
-        self._sleep = LightSleep()
-        self._num_running = 0  # sequences of the last step
         self._order_error: OrderError | None = None
         self.num_connects = 0
 
@@ -206,7 +203,6 @@ class SchedulerLink:
                 raise OrderError("a message of a kind that this executor does not know")
             if message.orders.batch_id:
                 self._loop.receive(message.orders)
-                self._sleep.stir(self._num_running)
 
     async def _send(self, connection: _Connection, heartbeat_every_s: float) -> None:
         """Reports whenever there is something and the wire is free; a heartbeat each second; an eye on silence."""
@@ -222,9 +218,6 @@ class SchedulerLink:
             is_due = now_s - connection.heartbeat_s >= heartbeat_every_s
             report = outbox.take(is_due=is_due)
             if report is not None:
-                if report.num_steps:
-                    self._num_running = len(report.seq_ids) // 8  # 8 bytes each
-                    self._sleep.stir(self._num_running)
                 if is_due:
                     connection.heartbeat_s = now_s
                     report.heartbeat.step_running_us = self._loop.step_running_us()
