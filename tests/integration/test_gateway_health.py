@@ -77,43 +77,50 @@ def own_stack(served_model: ServedModel, tmp_path_factory: pytest.TempPathFactor
     stack.stop()
 
 
-def status(stack: Stack) -> tuple[int, str]:
-    response = httpx.get(f"{stack.url}/health", timeout=10)
-    return response.status_code, response.json().get("cause", "")
+@pytest.fixture
+def client(own_stack: Stack) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=own_stack.url, timeout=60) as client:
+        yield client
+
+
+def is_well(client: httpx.Client) -> bool:
+    response = client.get("/health")
+    assert (response.status_code == 200) == ("cause" not in response.json())
+    return response.status_code == 200
+
+
+def wait_until_named(client: httpx.Client, cause: str) -> None:
+    wait_until(lambda: cause in client.get("/health").json().get("cause", ""), f"/health says {cause!r}", BOUND_S)
 
 
 @pytest.mark.parametrize(
     ("victim", "cause"),
     [("executor", "does not answer"), ("scheduler", "the scheduler"), ("tokenizer", "is unreachable")],
 )
-def test_a_stopped_part_is_named_and_goes_on(own_stack: Stack, victim: str, cause: str) -> None:
+def test_a_stopped_part_is_named_and_goes_on(own_stack: Stack, client: httpx.Client, victim: str, cause: str) -> None:
     """A process that hangs holds its connections: only its silence tells. What waited for it is answered."""
-    stack = own_stack
     body = {"prompt": "x", "max_tokens": 50, "ignore_eos": True, "temperature": 0, "seed": 1}
-    whole = httpx.post(f"{stack.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
-    os.kill(stack.pids[victim], signal.SIGSTOP)
+    whole = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    os.kill(own_stack.pids[victim], signal.SIGSTOP)
     try:
-        wait_until(
-            lambda: status(stack)[0] == 503 and cause in status(stack)[1], f"/health names the {victim}", BOUND_S
-        )
+        wait_until_named(client, cause)
     finally:
-        os.kill(stack.pids[victim], signal.SIGCONT)
-    wait_until(lambda: status(stack) == (200, ""), f"the {victim} is back", BOUND_S)
-    assert httpx.post(f"{stack.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"] == whole
+        os.kill(own_stack.pids[victim], signal.SIGCONT)
+    wait_until(lambda: is_well(client), f"the {victim} is back", BOUND_S)
+    assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == whole
 
 
 @pytest.mark.parametrize(
     ("victim", "cause"), [("executor", "no executor"), ("scheduler", "the scheduler"), ("tokenizer", "is unreachable")]
 )
 def test_a_killed_part_is_named_and_comes_back(
-    own_stack: Stack, monkeypatch: pytest.MonkeyPatch, victim: str, cause: str
+    own_stack: Stack, client: httpx.Client, monkeypatch: pytest.MonkeyPatch, victim: str, cause: str
 ) -> None:
     """In the real four processes; the launcher starts it again."""
-    stack = own_stack
     # The tokenizer looks each second: a scheduler that was back in less might have been missed by nobody.
     monkeypatch.setattr("rorqual.launch.stack.BACKOFF_S", (3.0,))
-    assert status(stack) == (200, "")
-    os.kill(stack.pids[victim], signal.SIGKILL)
-    wait_until(lambda: status(stack)[0] == 503 and cause in status(stack)[1], f"/health names the {victim}", BOUND_S)
-    wait_until(lambda: status(stack)[0] == 200, f"the {victim} is back", 60)
-    assert httpx.post(f"{stack.url}/v1/completions", json={"prompt": "x"}, timeout=30).status_code == 200
+    assert is_well(client)
+    os.kill(own_stack.pids[victim], signal.SIGKILL)
+    wait_until_named(client, cause)
+    wait_until(lambda: is_well(client), f"the {victim} is back", 60)
+    assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 200
