@@ -525,10 +525,10 @@ class Record:
         return beside
 
     def take_kernels(self, path: Path) -> None:
-        """Rows of benchmarks/kernels/bench.py's record, in place of those of the same kernels."""
+        """Rows of benchmarks/kernels/bench.py's record, in place of those of the same kernels; not of deterministic runs."""
         keys = ("name", "shape", "us", "roofline_share", "peer_us", "ratio")
         record = json.loads(path.read_text())
-        rows = [{k: row.get(k) for k in keys} for row in record["kernels"]]
+        rows = [{k: row.get(k) for k in keys} for row in record["kernels"] if not row.get("deterministic")]
         names = {row["name"] for row in rows}
         self.value["kernels"] = rows + [row for row in self.value.get("kernels", []) if row["name"] not in names]
         self.value["kernels_commit"] = record.get("commit")
