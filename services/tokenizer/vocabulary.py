@@ -21,6 +21,7 @@ from .splits import find_cut
 from .token_text import TokenText, build_token_text, byte_level_alphabet
 
 _LEARNED_AT_ONCE = 64
+_FEW_CHARS = 16 * 1024
 
 
 def _keeps_text(source: dict[str, Any]) -> bool:
@@ -220,7 +221,11 @@ class Vocabulary:
         return [ids if ids is not None else next(made) for ids in found]
 
     def _encode_with(self, tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-        return self._checked([run.ids for run in tokenizer.encode_batch_fast(texts, add_special_tokens=False)])
+        # Several at once wait for the library's own threads, which another batch may keep for seconds; one does not. Short
+        # ones may be on the event loop, and one by one they take no longer.
+        batches = [[text] for text in texts] if sum(map(len, texts)) <= _FEW_CHARS else [texts]
+        encode = tokenizer.encode_batch_fast
+        return self._checked([run.ids for batch in batches for run in encode(batch, add_special_tokens=False)])
 
     def _checked(self, encoded: list[list[int]]) -> list[list[int]]:
         if any(not self.control_ids.isdisjoint(ids) for ids in encoded):

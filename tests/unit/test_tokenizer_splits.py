@@ -223,6 +223,24 @@ def test_ids_are_those_of_the_library() -> None:
         assert v4().encode(part) == expected
 
 
+def test_short_texts_do_not_wait_for_the_threads_of_the_library() -> None:
+    """It takes a text alone in the caller's thread, and several in threads of its own, when those are free."""
+    vocabulary = Vocabulary(tiny_checkpoint())
+    plain, sizes = vocabulary._plain, list[int]()
+
+    class Spy:
+        def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+            sizes.append(len(texts))
+            return plain.encode_batch_fast(texts, **options)
+
+    vocabulary._plain = Spy()
+    for texts, expected in ((["one", "two 2", ""], [1, 1, 1]), (["some words " * 1000] * 3, [3])):
+        sizes.clear()
+        ids = [run.ids for run in plain.encode_batch_fast(texts, add_special_tokens=False)]
+        assert vocabulary._encode_plain(texts) == ids
+        assert sizes == expected
+
+
 SPELLED = [
     "<｜end▁of▁sentence｜>",
     "<think>",
