@@ -67,6 +67,8 @@ SHORT_ALONE_BYTES = 8 * 1024
 """Requests up to so many bytes (the latter while no other is under way) are rendered and encoded on the event loop: some
 0.2 ms, and where no piece is known up to 1 ms (7 ms, in which nobody waits). It saves the two hand-overs to a thread and
 back, 0.1 ms each where idle cores sleep."""
+TURN_S = 0.002
+"""Of requests that come together, once some took so long, the rest go to the pool: the event loop has streams to serve."""
 
 TextRequest = text_pb2.ChatRequest | text_pb2.CompleteRequest
 
@@ -103,6 +105,7 @@ class TextEngine:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="encode")
         self._grammar_pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")  # no prompt waits behind a schema
         self._num_preparing = 0
+        self._turn_s = 0.0  # what short prompts took in this turn of the event loop
         self._num_output_tokens = 0
         self._prompt_tokens = telemetry.metric("tokenizer_prompt_tokens_total")
         self._output_tokens = telemetry.metric("tokenizer_output_tokens_total")
@@ -203,7 +206,7 @@ class TextEngine:
             constrains = self._check_constraint(request)
             time_unix_s = options.resume.template_time_unix_s if options.HasField("resume") else self.now_unix_s()
             if self._is_short(request):
-                prompt = self._prepare(request, time_unix_s, span, constrains)
+                prompt = self._in_turn(lambda: self._prepare(request, time_unix_s, span, constrains))
             else:
                 prompt = await self.in_pool(lambda: self._prepare(request, time_unix_s, span, constrains))
             grammar = None
@@ -233,9 +236,24 @@ class TextEngine:
 
     def _is_short(self, request: TextRequest) -> bool:
         """Whether the event loop itself may render and encode it."""
-        if self._num_preparing or (isinstance(request, text_pb2.ChatRequest) and request.chat_template):
-            return False  # others came first; or a caller's template, which may take any time
+        if self._num_preparing or self._turn_s > TURN_S:
+            return False  # others came first
+        if isinstance(request, text_pb2.ChatRequest) and request.chat_template:
+            return False  # a caller's template may take any time
         return request.ByteSize() <= (SHORT_BYTES if self._link.num_streams else SHORT_ALONE_BYTES)
+
+    def _in_turn(self, work: Callable[[], T]) -> T:
+        """Run `work` on the event loop; its time counts until that turns to what has come meanwhile."""
+        began_s = time.perf_counter()
+        if not self._turn_s:
+            asyncio.get_running_loop().call_soon(self._end_turn)
+        try:
+            return work()
+        finally:
+            self._turn_s += time.perf_counter() - began_s
+
+    def _end_turn(self) -> None:
+        self._turn_s = 0.0
 
     def _prepare(self, request: TextRequest, time_unix_s: int, span: Span, constrains: bool) -> Prompt:
         """What takes long for a long prompt: in the pool, but for short ones."""

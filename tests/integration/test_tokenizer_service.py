@@ -545,3 +545,24 @@ async def test_where_prompts_are_encoded(monkeypatch: pytest.MonkeyPatch) -> Non
             await stack.scheduler.wait_for(lambda: len(stack.scheduler.seen.opened) == 3 + len(calls))
     on_loop = [thread is threading.current_thread() for thread in threads]
     assert on_loop == [True, False, False, True, False, True]
+
+
+async def test_prompts_that_come_together_do_not_hold_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+    prepare = TextEngine._prepare
+
+    def recorded(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        return prepare(*args)
+
+    monkeypatch.setattr(TextEngine, "_prepare", recorded)
+    monkeypatch.setattr("services.tokenizer.engine.TURN_S", 0.0)  # the first takes longer
+    async with serving(lambda request: steps([EOS])) as stack:
+        call = stack.stub.Session()
+        commands = [text_pb2.TextCommand(stream_id=n, chat=chat(f"number {n}")) for n in range(1, 6)]
+        await call.write(text_pb2.TextServiceSessionRequest(commands=commands))
+        await stack.scheduler.wait_for(lambda: len(stack.scheduler.seen.opened) == len(commands))
+        assert (await hear(stack.stub.Chat(chat("later")))).finished
+        call.cancel()
+    on_loop = [thread is threading.current_thread() for thread in threads]
+    assert on_loop == [True, False, False, False, False, True]
