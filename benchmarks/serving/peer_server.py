@@ -68,8 +68,11 @@ def start_peer(command: str, port: int, vocab: list[str], log: Path, timeout_s: 
     """
     url, started_s = f"http://127.0.0.1:{port}", time.perf_counter()
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as out:
-        process = subprocess.Popen(shlex.split(command), stdout=out, stderr=subprocess.STDOUT, process_group=0)
+    try:
+        with log.open("wb") as out:
+            process = subprocess.Popen(shlex.split(command), stdout=out, stderr=subprocess.STDOUT, process_group=0)
+    except (OSError, ValueError) as error:  # no such program, or a quote that is not closed
+        raise PeerError(f"cannot be started: {error}") from error
     try:
         while not _is_healthy(url):
             if process.poll() is not None:

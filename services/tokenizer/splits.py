@@ -46,12 +46,13 @@ class Cut(enum.Enum):
 def find_cut(tokenizer: Tokenizer, source: dict[str, Any]) -> Cut | None:
     """Which cut `source`, the pre_tokenizer of `tokenizer`, makes; None for any other. The published one is put into
     one pass."""
-    if cut_in_one_pass(tokenizer, source):
-        return Cut.PUBLISHED
-    is_own = (
-        source.get("type") == "ByteLevel" and source.get("use_regex", True) and not source.get("add_prefix_space", True)
-    )
-    return Cut.BYTE_LEVEL if is_own else None
+    is_published = cut_in_one_pass(tokenizer, source)
+    last = source["pretokenizers"][-1] if is_published else source
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space", True):
+        return None
+    if last.get("use_regex", True):
+        return None if is_published else Cut.BYTE_LEVEL
+    return Cut.PUBLISHED if is_published else None
 
 
 def cut_in_one_pass(tokenizer: Tokenizer, source: dict[str, Any]) -> bool:

@@ -87,6 +87,8 @@ def test_a_peer_is_measured_at_our_points_and_stopped(
         (f"{sys.executable} -c 'raise SystemExit(\"no such weights\")'", "no such weights"),
         (PEER + " miscounts", "expected (tokens in, tokens out, finish reason) (512, "),
         ("sleep 60", "not ready after 1 s"),
+        ("no-such-program {port}", "No such file or directory: 'no-such-program'"),
+        ("serve 'half", "No closing quotation"),
     ],
 )
 def test_a_peer_that_fails_ends_the_benchmark(args: argparse.Namespace, command: str, said: str) -> None:

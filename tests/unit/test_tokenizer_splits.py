@@ -304,6 +304,10 @@ def test_which_cut_is_found() -> None:
     assert find_cut(bare, {"type": "Sequence", "pretokenizers": [byte_level]}) is None
     assert find_cut(bare, {}) is None
     assert find_cut(bare, SOURCE["pre_tokenizer"]) is Cut.PUBLISHED
+    for further in ("use_regex", "add_prefix_space"):  # the last step cuts again, or writes into the pieces
+        other = copy.deepcopy(SOURCE["pre_tokenizer"])
+        other["pretokenizers"][-1][further] = True
+        assert find_cut(bare, other) is None
 
 
 def test_other_cuts_are_left_as_they_are() -> None:
