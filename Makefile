@@ -18,7 +18,7 @@ VENV := .venv/bin
 PYTHON_PACKAGES := rorqual services gateway executor
 export PYTHON TORCH_INDEX
 
-.PHONY: help serve test test-gpu lint types protos check-protos kernels bench-cpu bench-gpu bench-formats bench-control-plane bench-scheduler fuzz-scheduler eval-tiny setup setup-dev clean
+.PHONY: help serve test test-gpu test-api lint types protos check-protos kernels bench-cpu bench-gpu bench-formats bench-control-plane bench-scheduler fuzz-scheduler eval-tiny setup setup-dev clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
