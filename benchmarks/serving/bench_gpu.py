@@ -44,7 +44,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 import psutil  # noqa: E402
 import uvloop  # noqa: E402
 from load_client import Answer, Job, LoadError, completion_job, run_jobs, run_load  # noqa: E402
-from peer_server import Peer, PeerError, start_peer  # noqa: E402
+from peer_server import Peer, PeerError, end_blocks_on_sigterm, start_peer  # noqa: E402
 from word_tokenizer import random_text, words, write_tokenizer  # noqa: E402
 
 from rorqual.launch import Stack, StackError, make_plan  # noqa: E402
@@ -719,6 +719,7 @@ def main() -> None:
     if args.transformers_worker:
         transformers_worker(args.model, args.device, args.input_len, args.transformers_len, (1, 32))
         return
+    end_blocks_on_sigterm()
     record = Record(args.out, json.loads(args.peer.read_text()))
     settings: dict[str, Any] = dict(GPU_SETTINGS) if args.device == "cuda" else {"device": "cpu"}
     settings |= {"max_model_len": args.max_model_len, **dict(pair.split("=", 1) for pair in args.set)}

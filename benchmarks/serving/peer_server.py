@@ -11,6 +11,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -58,6 +59,11 @@ class Peer:
                     times = process.cpu_times()
                     total += times.user + times.system
         return {"server": total}
+
+
+def end_blocks_on_sigterm() -> None:
+    """Make SIGTERM, as `timeout` sends it, an exit that ends what is open: a peer left alone would hold the GPU."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 @contextlib.contextmanager

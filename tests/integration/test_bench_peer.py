@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -105,3 +106,25 @@ def test_a_peer_that_will_not_stop_is_killed(args: argparse.Namespace, monkeypat
     args.peer_command = PEER + " stays"
     peer_part(args, Record(None, RECORDED), 8192, POINTS[1:])
     assert children() == []
+
+
+def test_it_ends_with_a_benchmark_that_is_told_to_end(tmp_path: Path) -> None:
+    port = bench_gpu.free_ports(1)
+    program = f"""
+import sys, time
+from pathlib import Path
+sys.path.insert(0, "benchmarks/serving")
+from peer_server import end_blocks_on_sigterm, start_peer
+end_blocks_on_sigterm()
+with start_peer("{PEER.format(port=port)}", {port}, [], Path({str(tmp_path / "peer.log")!r}), 60) as peer:
+    print(peer.process.pid, flush=True)
+    time.sleep(100)
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=bench_gpu.ROOT) as bench:
+        assert bench.stdout is not None
+        bench.stdout.readline()  # that it is ready
+        peer = psutil.Process(int(bench.stdout.readline()))
+        bench.terminate()
+        assert bench.wait(60) == 143
+    assert not peer.is_running() or peer.status() == psutil.STATUS_ZOMBIE
