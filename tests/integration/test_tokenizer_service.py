@@ -521,16 +521,22 @@ async def test_counts_for_prometheus() -> None:
         assert value("rorqual_tokenizer_streams") == 0
 
 
-async def test_where_prompts_are_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the event loop's own thread what is short, the more so while nobody else is served; off it the rest."""
-    threads: list[threading.Thread] = []
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """Those that rendered and encoded a prompt, in turn."""
+    found: list[threading.Thread] = []
     prepare = TextEngine._prepare
 
     def recorded(*args: Any) -> Any:
-        threads.append(threading.current_thread())
+        found.append(threading.current_thread())
         return prepare(*args)
 
     monkeypatch.setattr(TextEngine, "_prepare", recorded)
+    return found
+
+
+async def test_where_prompts_are_encoded(threads: list[threading.Thread]) -> None:
+    """On the event loop's own thread what is short, the more so while nobody else is served; off it the rest."""
     short, middle, long = (chat("a" * (size - 100)) for size in (SHORT_BYTES, SHORT_ALONE_BYTES, 2 * SHORT_ALONE_BYTES))
     with_template = chat("a")
     with_template.chat_template = "{{ bos_token }}{{ messages[0].content }}"
@@ -547,15 +553,9 @@ async def test_where_prompts_are_encoded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert on_loop == [True, False, False, True, False, True]
 
 
-async def test_prompts_that_come_together_do_not_hold_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[threading.Thread] = []
-    prepare = TextEngine._prepare
-
-    def recorded(*args: Any) -> Any:
-        threads.append(threading.current_thread())
-        return prepare(*args)
-
-    monkeypatch.setattr(TextEngine, "_prepare", recorded)
+async def test_prompts_that_come_together_do_not_hold_the_event_loop(
+    threads: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("services.tokenizer.engine.TURN_S", 0.0)  # the first takes longer
     async with serving(lambda request: steps([EOS])) as stack:
         call = stack.stub.Session()
