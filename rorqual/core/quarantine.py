@@ -169,9 +169,28 @@ class Quarantine(Generic[Key, Process]):
         """Suspects that no process was assigned to, the next first."""
         return sorted(self._pending, key=lambda key: self._records[key].order)
 
+    @property
+    def has_pending(self) -> bool:
+        return bool(self._pending)
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether anybody has deaths to its name."""
+        return bool(self._records)
+
     def is_pending(self, key: Key) -> bool:
         """Whether `key` must not run before it is assigned a process."""
         return key in self._pending
+
+    def is_isolated(self, key: Key) -> bool:
+        """Whether `key` may run only in a process that is held for it, now or later."""
+        record = self._records.get(key)
+        return record is not None and record.is_suspect and not record.is_at_large
+
+    def has_members(self, process: Process) -> bool:
+        """Whether `process` is held for a group that has been chosen."""
+        group = self._groups.get(process)
+        return group is not None and bool(group.members)
 
     def is_held(self, process: Process) -> bool:
         """Whether `process` is a group's alone, or is being emptied for one."""
@@ -189,8 +208,7 @@ class Quarantine(Generic[Key, Process]):
         group = self._groups.get(process)
         if group is not None:
             return key in group.members
-        record = self._records.get(key)
-        return record is None or not record.is_suspect or record.is_at_large
+        return not self.is_isolated(key)
 
     def assign(self, process: Process, now_s: float, fits: Callable[[Key], bool] = lambda key: True) -> list[Key]:
         """The next group of suspects, which `process` is held for; empty, and not held, where none is pending.
@@ -221,6 +239,10 @@ class Quarantine(Generic[Key, Process]):
     def wants_a_process(self, now_s: float) -> bool:
         """Whether suspects have waited so long, and none is being tried, that a process should be emptied for them."""
         return bool(self._pending) and not self._groups and now_s >= self._pending_since_s + PATIENCE_S
+
+    def postpone(self, now_s: float) -> None:
+        """No process could be emptied: the suspects wait for as long again."""
+        self._pending_since_s = now_s
 
     def expire(self, now_s: float) -> list[Process]:
         """Give back to everybody the processes whose group's time is up, and say which."""
