@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import grpc
 
+from rorqual.core import limits
 from rorqual.core.errors import InvalidRequestError, UnavailableError
 from rorqual.core.token_ids import pack_token_ids, unpack_token_ids
 from rorqual.rpc.channel import open_channel
@@ -369,6 +370,8 @@ def _tool_choice(choice: str | Mapping[str, Any] | None) -> text_pb2.ToolChoice 
 def _options(
     params: SamplingParams | None, model: str, cache_salt: str, priority: int, return_prompt_token_ids: bool
 ) -> text_pb2.TextOptions:
+    limits.check_strings((("model", model), ("cache_salt", cache_salt)))
+    limits.REQUEST["priority"].check(priority)
     options = (params or SamplingParams()).to_options(request_id=uuid.uuid4().hex, model=model)
     options.cache_salt = cache_salt
     options.priority = priority

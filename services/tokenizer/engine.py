@@ -195,9 +195,9 @@ class TextEngine:
             attributes={ATTR_REQUEST_ID: options.request_id, ATTR_MODEL: self.model_name},
         )
         try:
-            self.check_model(options.model)
             self._watch.check_vocabulary()
             check_options(options, vocab_size=self._vocab_size, allow_no_tokens=not is_chat)
+            self.check_model(options.model)
             _check_resume(options)
             if isinstance(request, text_pb2.ChatRequest):
                 self._check_tools(request)

@@ -400,7 +400,7 @@ async def test_interleaved_requests_never_exchange_what_they_hold_back() -> None
             assert heard.calls[0][0].arguments == as_json({"n": number, "s": f"𠮷{number}"})
 
 
-async def test_the_embedded_model_is_made_to_call(stack: Any) -> None:
+async def test_the_embedded_model_is_made_to_call(equal_stack: Any) -> None:
     """Four processes and a model that knows no tools: what is demanded is begun all the same."""
     tools: Any = [
         {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}},
@@ -408,7 +408,7 @@ async def test_the_embedded_model_is_made_to_call(stack: Any) -> None:
     ]
     choice: Any = {"type": "function", "function": {"name": "get_weather"}}
     question: Any = {"role": "user", "content": "Weather?"}
-    async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="x") as client:
+    async with openai.AsyncOpenAI(base_url=f"{equal_stack.url}/v1", api_key="x") as client:
         completion = await client.chat.completions.create(
             model="tiny", messages=[question], tools=tools, tool_choice=choice, max_tokens=12, seed=1
         )

@@ -17,20 +17,20 @@ BOS = "<｜begin▁of▁sentence｜>"
 
 
 @pytest.fixture(scope="module")
-def openai_client(stack: Any) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+def openai_client(equal_stack: Any) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{equal_stack.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def anthropic_client(stack: Any) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=stack.url, api_key="none", max_retries=0, timeout=60) as client:
+def anthropic_client(equal_stack: Any) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=equal_stack.url, api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def http(stack: Any) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=stack.url, timeout=60) as client:
+def http(equal_stack: Any) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=equal_stack.url, timeout=60) as client:
         yield client
 
 

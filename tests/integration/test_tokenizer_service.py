@@ -337,6 +337,10 @@ async def test_refusals_name_the_field() -> None:
             (stub.Chat(text_pb2.ChatRequest()), "INVALID_MESSAGES", "messages"),
             (stub.Chat(chat(sampling=common_pb2.SamplingParams(top_p=2.0))), "INVALID_SAMPLING", "sampling.top_p"),
             (stub.Chat(chat(stop=[""])), "INVALID_STOP", "stop[0]"),
+            (stub.Chat(chat(attempt=65_536)), "INVALID_ARGUMENT", "attempt"),
+            (stub.Chat(chat(time_left_us=2**64 - 1)), "INVALID_ARGUMENT", "time_left_us"),
+            (stub.Chat(chat(cache_salt="s" * 5000)), "INVALID_ARGUMENT", "cache_salt"),
+            (stub.Chat(chat(model="m" * 5000)), "INVALID_ARGUMENT", "model"),
             (stub.Chat(chat(model="other")), "MODEL_NOT_FOUND", "model"),
             (stub.Chat(chat("word " * 5000)), "PROMPT_TOO_LONG", "messages"),
             (
