@@ -20,8 +20,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rorqual.core.control_tokens import is_control_token
 
-from .grammar_bounds import MAX_GRAMMAR_BYTES
-from .grammar_bounds import bytes_fault, nesting_fault, schema_fault, without_blank_lines, written_fault
+from .grammar_bounds import (
+    MAX_GRAMMAR_BYTES,
+    bytes_fault,
+    nesting_fault,
+    schema_fault,
+    without_blank_lines,
+    written_fault,
+)
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
