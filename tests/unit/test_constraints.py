@@ -20,7 +20,6 @@ import pytest
 from executor.constraint import Constraint, Constraints, GrammarSpec
 from rorqual.core.errors import InvalidRequestError
 from rorqual.grammar import (
-    MAX_GRAMMAR_BYTES,
     GrammarEngine,
     GrammarError,
     choice_grammar,
@@ -29,6 +28,7 @@ from rorqual.grammar import (
     regex_grammar,
     written_grammar,
 )
+from rorqual.grammar_bounds import MAX_GRAMMAR_BYTES
 from rorqual.v1 import text_pb2
 from services.tokenizer.constraint import compile_constraint
 
