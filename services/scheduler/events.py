@@ -33,6 +33,7 @@ class Request:
     resumed_queue_time_us: int = 0
     prompt_logprobs_delivered: bool = False
     trace: object = None
+    num_opaque_bytes: int = 0  # of `sampling` and `trace` on the wire
 
 
 @dataclass(frozen=True, slots=True)

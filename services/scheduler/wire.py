@@ -91,6 +91,7 @@ def request_from_proto(
         resumed_queue_time_us=proto.resume.queue_time_us,
         prompt_logprobs_delivered=proto.resume.prompt_logprobs_delivered,
         trace=trace,
+        num_opaque_bytes=sampling.ByteSize() + (trace.ByteSize() if isinstance(trace, common_pb2.TraceContext) else 0),
     )
 
 

@@ -231,6 +231,8 @@ class World:
         if taken is not None:
             batch = executor_pb2.OrderBatch()
             fill_batch(batch, *taken)
+            if sum(order.WhichOneof("order") != "copy" for order in batch.orders) > 1:
+                assert batch.ByteSize() <= self.config.max_batch_bytes
             link.down.append(batch)
         return taken is not None
 
@@ -505,6 +507,7 @@ def random_run(rng: random.Random, num_actions: int) -> World:
         max_queue_len=rng.choice((10, 1000)),
         enable_prefix_caching=rng.random() < 0.9,
         max_num_seqs=rng.choice((0, 0, 3)),
+        max_batch_bytes=rng.choice((1 << 24, 1 << 24, 1, 700)),
     )
     world = World(rng, config)
     world.killer_share = rng.choice((0.0, 0.0, 0.1))
