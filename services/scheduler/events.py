@@ -124,6 +124,7 @@ class ExecutorLost:
     """The link ended, whoever ended it. Unknown: nothing happens."""
 
     link_id: int
+    is_its_own_fault: bool = False  # no request is to blame: what it said broke the contract
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,6 +56,7 @@ class ExecutorState:
         "heap_load",
         "heap_ticket",
         "hungry",
+        "is_held",
         "link_id",
         "max_num_seqs",
         "model",
@@ -87,6 +88,7 @@ class ExecutorState:
         self.heap_ticket = self.heap_load = 0
         self.sequences: dict[int, Sequence] = {}  # RUNNING and DRAINING, by id
         self.num_running = 0
+        self.is_held = False  # kept for a group of suspects (`Isolation`): nobody else is admitted
         self._num_by_priority: Counter[int] = Counter()  # of the running
         self.draining: deque[tuple[int, int, Sequence]] = (
             deque()
@@ -126,9 +128,16 @@ class ExecutorState:
 
     # -- admission ------------------------------------------------------------------------------------
 
-    def plan(self, seq: Sequence) -> Plan | None:
-        """How `seq` would be admitted here now; None where it would have to wait."""
-        if self.num_running >= self.max_num_seqs or self._is_closed_to(seq.request.priority):
+    def plan(self, seq: Sequence, *, of_group: bool = False) -> Plan | None:
+        """How `seq` would be admitted here now; None where it would have to wait.
+
+        `of_group`: it belongs to the group that this executor is kept for.
+        """
+        if (
+            self.is_held is not of_group
+            or self.num_running >= self.max_num_seqs
+            or self._is_closed_to(seq.request.priority)
+        ):
             return None
         for group in self.cache.bounded:
             if group.num_short(seq.max_blocks) > 0:
@@ -201,7 +210,12 @@ class ExecutorState:
     @property
     def is_full(self) -> bool:
         """Whether nobody could be admitted here but by displacing others."""
-        return bool(self.hungry) or self.num_running >= self.max_num_seqs or self.has_backlog
+        return self.is_held or bool(self.hungry) or self.num_running >= self.max_num_seqs or self.has_backlog
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing runs here, not even what was dropped just now."""
+        return not self.sequences and not self.draining
 
     @property
     def has_backlog(self) -> bool:
