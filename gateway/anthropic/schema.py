@@ -100,6 +100,7 @@ class MessagesBody(CountTokensBody, kw_only=True):
 
     max_tokens: Annotated[int, Meta(ge=1, le=2**32 - 1)]
     stop_sequences: StopStrings | None = None
+    stop_in_reasoning: bool | None = None
     stream: bool | None = None
     temperature: Unit | None = None
     top_p: Unit | None = None
