@@ -54,6 +54,7 @@ def text_options(body: GenerationFields, request_id: str, max_tokens: int | None
         max_tokens=max_tokens,
         stop=_stops(body.stop),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        stop_in_reasoning=bool(body.stop_in_reasoning),
         num_choices=num_choices,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",

@@ -61,6 +61,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     stop: StopString | StopStrings | None = None
     stop_token_ids: Annotated[list[Id], Meta(max_length=limits.MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
+    stop_in_reasoning: bool | None = None
     min_tokens: Annotated[int, within(SAMPLING["min_tokens"])] | None = None
     ignore_eos: bool | None = None
     presence_penalty: Penalty | None = None

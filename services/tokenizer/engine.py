@@ -363,6 +363,7 @@ class TextEngine:
                 start=prompt.start,
                 forced_ids=prompt.forced_ids,
                 max_calls=max_calls,
+                stop_in_reasoning=options.stop_in_reasoning,
             ),
             sampling=sampling,
             num_choices=max(options.num_choices, 1),
