@@ -105,7 +105,7 @@ class GrammarEngine:
         """`tokenizer_json`: the checkpoint's; `vocab_size`: bits of a mask, at least the tokenizer's ids."""
         from llguidance import LLParserLimits, LLTokenizer
 
-        source = json.loads(tokenizer_json.read_text(encoding="utf-8"))
+        source = json.loads(tokenizer_json.read_text(encoding="utf-8-sig"))
         special = []
         for token in source.get("added_tokens") or ():
             # What a grammar calls text holds no special token. The files flag few of the control tokens.
