@@ -107,7 +107,7 @@ class MessagesBody(CountTokensBody, kw_only=True):
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     metadata: dict[str, Any] | None = None
-    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
 
 

@@ -32,6 +32,9 @@ def check_options(options: text_pb2.TextOptions, *, vocab_size: int, allow_no_to
             raise _invalid(
                 f"stop[{index}]", f"stop[{index}] must have 1 to {MAX_STOP_BYTES} bytes, got {size}", "INVALID_STOP"
             )
+    if options.HasField("cache_salt") and not options.cache_salt:
+        # Who sends one wants a cache apart; without one it would be shared with all who send none.
+        raise _invalid("cache_salt", "cache_salt must not be empty: leave it out to share cached prefixes")
     _check_sampling(options.sampling, vocab_size)
     if options.HasField("max_tokens") and options.sampling.min_tokens > options.max_tokens:
         raise _invalid(
