@@ -57,7 +57,7 @@ def text_options(body: GenerationFields, request_id: str, max_tokens: int | None
         stop_in_reasoning=bool(body.stop_in_reasoning),
         num_choices=num_choices,
         priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
+        cache_salt=body.cache_salt or None,
         ignore_eos=bool(body.ignore_eos),
         skip_special_tokens=body.skip_special_tokens,
         return_prompt_token_ids=bool(body.return_token_ids),

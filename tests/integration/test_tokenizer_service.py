@@ -372,10 +372,16 @@ async def test_refusals_name_the_field() -> None:
                 "prompt",
             ),
             (stub.Complete(text_pb2.CompleteRequest(token_ids=b"")), "EMPTY_PROMPT", "prompt"),
+            (stub.Complete(text_pb2.CompleteRequest()), "EMPTY_PROMPT", "prompt"),
+            (stub.Complete(text_pb2.CompleteRequest(echo=True)), "EMPTY_PROMPT", "prompt"),
+            (stub.Chat(chat(cache_salt="")), "INVALID_SAMPLING", "cache_salt"),
             (stub.Complete(text_pb2.CompleteRequest(text="word " * 5000)), "PROMPT_TOO_LONG", "prompt"),
         ):
             error = await failure(call)
             assert (error.reason, error.field) == (reason, where)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Tokenize(text_pb2.TokenizeRequest())
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert not stack.scheduler.seen.opened
         assert {"num_prompt_tokens", "max_model_len"} <= set((await failure(stub.Chat(chat("word " * 5000)))).metadata)
 

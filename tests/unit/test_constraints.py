@@ -44,6 +44,11 @@ def engine() -> GrammarEngine:
     return engine
 
 
+def test_a_byte_order_mark_before_the_tokenizer_is_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(b"\xef\xbb\xbf" + (FOLDER / "tokenizer.json").read_bytes())
+    assert open_engine(tmp_path, VOCAB) is not None
+
+
 @pytest.fixture(scope="module")
 def decode() -> Any:
     from tokenizers import Tokenizer
