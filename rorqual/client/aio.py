@@ -370,7 +370,7 @@ def _tool_choice(choice: str | Mapping[str, Any] | None) -> text_pb2.ToolChoice 
 def _options(
     params: SamplingParams | None, model: str, cache_salt: str | None, priority: int, return_prompt_token_ids: bool
 ) -> text_pb2.TextOptions:
-    limits.check_strings((("model", model), ("cache_salt", cache_salt)))
+    limits.check_strings((("model", model), ("cache_salt", cache_salt or "")))
     limits.REQUEST["priority"].check(priority)
     options = (params or SamplingParams()).to_options(request_id=uuid.uuid4().hex, model=model)
     if cache_salt is not None:
