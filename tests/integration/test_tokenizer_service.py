@@ -15,6 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from rorqual.core.errors import QueueFullError
 from rorqual.core.token_ids import pack_token_ids, unpack_token_ids
 from rorqual.rpc.channel import open_channel
+from rorqual.rpc.prompt_echo import EchoJoiner
 from rorqual.rpc.status import from_rpc_error
 from rorqual.v1 import common_pb2, generation_pb2, text_pb2, text_pb2_grpc
 from services.tokenizer.decoder import decode_all
@@ -214,6 +215,46 @@ async def test_echo_and_prompt_logprobs() -> None:
     assert scored.finished[0].reason == common_pb2.FINISH_REASON_LENGTH
     assert nothing.echo[0].text == "Once upon"
     assert num_opened == 2  # nothing was asked of the scheduler for the last
+
+
+async def test_a_long_echo_comes_in_several_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of 132,000 tokens with 20 alternatives each is longer than a message may be."""
+    sampling = common_pb2.SamplingParams(prompt_logprobs=1)
+    request = complete(echo=True, max_tokens=2, sampling=sampling)
+    request.text = "Once upon a time there was a whale that sang."
+    async with serving(lambda request: steps(tiny().encode(" a time there was"))) as stack:
+        whole = await hear(stack.stub.Complete(request))
+        monkeypatch.setattr("services.tokenizer.run.ECHO_SLICE_TOKENS", 3)
+        sliced = await hear(stack.stub.Complete(request))
+    joiner = EchoJoiner()
+    assert len(whole.echo) == 1
+    assert len(sliced.echo) == -(-len(tiny().encode_prompt(request.text)) // 3) > 3
+    assert [joiner.join(0, echo) for echo in sliced.echo] == [*[False] * (len(sliced.echo) - 1), True]
+    assert sliced.echo[-1] == whole.echo[0]
+    assert (sliced.content, sliced.finished) == (whole.content, whole.finished)
+    first_text = sliced.kinds.index("content")
+    assert "echo" not in sliced.kinds[first_text:]
+
+
+@pytest.mark.parametrize("where", ["generated", "prompt"])
+async def test_log_probabilities_that_cannot_be_read_fail_their_stream_alone(where: str) -> None:
+    def script(request: generation_pb2.GenerateRequest) -> Script:
+        torn = common_pb2.TokenLogprobs(logprob=-1.0, top_token_ids=b"abc", top_logprobs=[-1.0])
+        bad = request.sampling.HasField("logprobs") or request.sampling.HasField("prompt_logprobs")
+        return Script([[n] for n in tiny().encode("a b c d")], logprob=(lambda _: torn) if bad else None)
+
+    async with serving(script) as stack:
+        await stack.scheduler.pause()
+        sampling = common_pb2.SamplingParams(**{"logprobs" if where == "generated" else "prompt_logprobs": 1})
+        other = asyncio.create_task(hear(stack.stub.Complete(complete())))
+        await stack.scheduler.wait_for(lambda: len(stack.scheduler.running) == 1)
+        torn = asyncio.create_task(hear(stack.stub.Complete(complete(sampling=sampling))))
+        await stack.scheduler.wait_for(lambda: len(stack.scheduler.running) == 2)
+        await stack.scheduler.go_on()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await torn
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert (await other).content == {0: "a b c d"}
 
 
 async def test_logprobs_are_finite_and_one_a_token() -> None:
