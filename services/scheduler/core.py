@@ -41,6 +41,7 @@ from .events import (
     Request,
     Tick,
 )
+from .executor_contract import CONTRACT_BROKEN, violation
 from .executor_state import ExecutorState, Plan
 from .isolation import Isolation, verdict
 from .kv_cache import blocks_for
@@ -117,7 +118,11 @@ class SchedulerCore:
     # -- the outside ----------------------------------------------------------------------------------
 
     def handle(self, event: Event, now_s: float) -> Effects:
-        """Take in one event. PreconditionError for an executor that cannot join."""
+        """Take in one event. PreconditionError for an executor that cannot join.
+
+        InvalidRequestError (CONTRACT_BROKEN) for a report that no executor may make: its link is lost. What such an event
+        has brought about comes with the next.
+        """
         return self.handle_all((event,), now_s)
 
     def handle_all(self, events: Iterable[Event], now_s: float) -> Effects:
@@ -339,6 +344,9 @@ class SchedulerCore:
         executor = self._executors.get(report.link_id)
         if executor is None:
             return
+        if (broken := violation(executor, report)) is not None:
+            self._on_lost(report.link_id, is_its_own_fault=True)
+            raise InvalidRequestError(f"the executor broke the contract: {broken}", reason=CONTRACT_BROKEN)
         self._touched[report.link_id] = executor
         if report.computed_seq_ids or executor.hungry:
             self._capacity_version += 1

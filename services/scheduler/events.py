@@ -21,6 +21,7 @@ class Request:
     sampling: object = None  # goes into Admit as it is
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
+    wants_logprobs: bool = False
     wants_prompt_logprobs: bool = False
     needs_known_tokens: bool = False  # penalties and grammars look at tokens of a cached prefix too
     has_grammar: bool = False

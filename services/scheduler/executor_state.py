@@ -123,6 +123,11 @@ class ExecutorState:
     def has_orders(self) -> bool:
         return bool(self._orders)
 
+    @property
+    def num_batches(self) -> int:
+        """That were taken."""
+        return self._orders.num_taken
+
     def take_batch(self, now_s: float) -> tuple[int, list[Order]] | None:
         """The next batch of orders and its number; None where none wait. What is too much for one is in the next."""
         batch = self._orders.take()
@@ -293,6 +298,7 @@ class ExecutorState:
         seq.state = State.RUNNING
         seq.executor = self
         seq.seq_id = seq_id
+        seq.granted_total = seq.max_total
         seq.tables, seq.shares = tables, shares
         seq.prefill_end = seq.num_tokens
         seq.num_sent = seq.num_computed = seq.num_tokens - 1 if plan.copy_from else num_cached * BLOCK_SIZE

@@ -31,6 +31,7 @@ from rorqual.core.token_ids import pack_token_ids, unpack_token_ids
 from rorqual.v1 import common_pb2, executor_pb2, generation_pb2
 from services.scheduler.core import CoreConfig, SchedulerCore
 from services.scheduler.events import Cancel, Event, ExecutorConnected, ExecutorLost, FinishEarly, Open, Tick
+from services.scheduler.executor_contract import spec_from_hello
 from services.scheduler.stream_events import (
     FinishReason,
     StreamEvent,
@@ -39,7 +40,7 @@ from services.scheduler.stream_events import (
     StreamStarted,
     StreamTokens,
 )
-from services.scheduler.wire import fill_batch, reported_from_proto, request_from_proto, spec_from_hello
+from services.scheduler.wire import fill_batch, reported_from_proto, request_from_proto
 
 KILLER_SEED = 1 << 20
 """A request with this seed + n kills its executor when n tokens are generated: with n = 0, in its first step there."""
