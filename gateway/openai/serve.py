@@ -94,6 +94,7 @@ async def serve_generation(
         body = command.chat if command.WhichOneof("command") == "chat" else command.complete
         body.options.trace.CopyFrom(trace)
         body.options.cache_salt = exchange.cache_salt(body.options.cache_salt)
+        body.options.priority = exchange.priority(body.options.priority)
         num_choices = max(1, body.options.num_choices)
         streams.append(
             TextStream(
