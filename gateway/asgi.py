@@ -8,7 +8,8 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-from rorqual.core.errors import CancelledRequestError, DeadlineExceededError
+from rorqual.core.errors import CancelledRequestError, DeadlineExceededError, InvalidRequestError
+from rorqual.core.limits import REQUEST
 
 from .failures import OPENAI_ERRORS, ErrorShape, Failure, body_too_large
 
@@ -45,6 +46,7 @@ class Exchange:
         self.extra_headers: dict[str, str] = {}
         self.errors: ErrorShape = OPENAI_ERRORS
         self.tenant_salt = ""  # keeps the cached prefixes of the key's tenant apart; "" where no keys are asked for
+        self.best_priority = 0  # the lowest number that its client may ask for
         self._receive = receive
         self._send = send
 
@@ -74,6 +76,23 @@ class Exchange:
     def cache_salt(self, asked: str) -> str:
         """The salt under which prefixes are shared: a client divides its tenant's cache, and reaches no other's."""
         return f"{self.tenant_salt}:{asked}" if self.tenant_salt and asked else self.tenant_salt or asked
+
+    def priority(self, asked: int) -> int:
+        """What a client that asks for `asked` gets; 0 asks for nothing. InvalidRequestError for what it may not have.
+
+        It is refused, not moved into the range: the answer would look as if it had been obeyed.
+        """
+        best = self.best_priority
+        if asked == 0:
+            return max(0, best)
+        if asked < best:
+            raise InvalidRequestError(
+                f"priority: it may be {best} to {REQUEST['priority'].most} here, got {asked}",
+                reason="INVALID_VALUE",
+                field="priority",
+                metadata={"least": str(best), "most": str(REQUEST["priority"].most)},
+            )
+        return asked
 
     def watch_disconnect(self, on_leave: Callable[[], None]) -> asyncio.Task[None]:
         """Calls `on_leave` when the client goes away before the answer has ended. Cancel the task afterwards."""

@@ -95,6 +95,7 @@ async def serve_generation(
         body.options.trace.CopyFrom(trace)
         if salt := exchange.cache_salt(body.options.cache_salt):
             body.options.cache_salt = salt
+        body.options.priority = exchange.priority(body.options.priority)
         num_choices = max(1, body.options.num_choices)
         streams.append(
             TextStream(

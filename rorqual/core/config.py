@@ -13,6 +13,10 @@ from typing import Any
 
 from .api_keys import KEY_PATTERN
 from .errors import ConfigError
+from .limits import REQUEST
+
+MOST_TIMEOUT_S = 1e9
+"""32 years: as microseconds it is within what a request may carry."""
 
 CHAT_FORMATS = (
     "deepseek-v2",
@@ -246,7 +250,12 @@ class GatewayConfig:
         (), "keys that clients may send as Bearer, separated by commas; none: no key is asked for", secret=True
     )
     api_key_file: str = setting(
-        "", "file of further keys, 'KEY' or 'KEY TENANT' a line; keys of one tenant share its cached prefixes"
+        "",
+        "file of further keys, 'KEY [TENANT] [best-priority=N]' a line; keys of one tenant share its cached prefixes",
+    )
+    best_priority: int = setting(
+        0,
+        "lowest priority that clients may ask for (lower runs earlier), where their key's line in api_key_file says no other",
     )
     cors_allow_origins: tuple[str, ...] = setting(
         (), "origins whose pages may call from a browser, separated by commas; *: any; none: no page may"
@@ -270,8 +279,15 @@ class GatewayConfig:
                 origin,
                 "* or scheme://host[:port] without a path",
             )
+        number = REQUEST["priority"]
+        _require(number.admits(self.best_priority), "best_priority", self.best_priority, number.rule)
         _require(self.max_body_bytes >= 1024, "max_body_bytes", self.max_body_bytes, "at least 1024")
-        _require(self.request_timeout_s > 0, "request_timeout_s", self.request_timeout_s, "above 0")
+        _require(
+            0 < self.request_timeout_s <= MOST_TIMEOUT_S,
+            "request_timeout_s",
+            self.request_timeout_s,
+            "above 0, up to 1e9",
+        )
         _require(
             self.peer_timeout_s > 1.0, "peer_timeout_s", self.peer_timeout_s, "above 1 (a heartbeat comes each second)"
         )
