@@ -198,6 +198,9 @@ class Gateway:
     async def _answer(self, exchange: Exchange, route: Route | None) -> None:
         try:
             exchange.extra_headers.update(self._cors.headers(exchange.headers))
+            if exchange.path == "*" and exchange.method == "OPTIONS":  # of the server as a whole (RFC 9110, 9.3.7)
+                await exchange.respond(204, b"", headers={"allow": "GET, HEAD, OPTIONS, POST"})
+                return
             if route is None:
                 raise not_found(exchange.path)
             exchange.errors = route.errors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
@@ -11,6 +12,7 @@ from typing import Any
 from rorqual.core.errors import CancelledRequestError, DeadlineExceededError, InvalidRequestError
 from rorqual.core.limits import REQUEST
 
+from .codings import check_coding, decoded
 from .failures import OPENAI_ERRORS, ErrorShape, Failure, body_too_large
 
 Scope = MutableMapping[str, Any]
@@ -51,7 +53,16 @@ class Exchange:
         self._send = send
 
     async def body(self, limit_bytes: int) -> bytes:
-        """The whole body. HttpError 413 over the limit, before it is read where its length is announced."""
+        """The whole body, decoded, without a byte-order mark.
+
+        HttpError 413 over the limit, before the body is read where its length is announced; HttpError 415 for a coding
+        that is not known.
+        """
+        coding = check_coding(self.headers.get("content-encoding", ""))
+        body = await decoded(await self._read(limit_bytes), coding, limit_bytes)
+        return body.removeprefix(codecs.BOM_UTF8)  # RFC 8259, 8.1, lets a reader ignore it
+
+    async def _read(self, limit_bytes: int) -> bytes:
         announced = self.headers.get("content-length")
         if announced is not None and announced.isdigit() and int(announced) > limit_bytes:
             raise body_too_large(limit_bytes, int(announced))

@@ -286,8 +286,7 @@ class ChoiceRun:
             return
         run.accept()
         if self._wants_prompt_logprobs:  # they come with the first tokens
-            self._echo(delta.prompt_logprobs)
-            if self._echoing is not None:
+            if self._echo(delta.prompt_logprobs):
                 delta.ClearField("prompt_logprobs")
                 self._after_echo.append(lambda: self.on_delta(delta))
                 return
@@ -368,7 +367,8 @@ class ChoiceRun:
         if self._echo_due and not self._wants_prompt_logprobs:
             self._echo(())
 
-    def _echo(self, logprobs: Sequence[common_pb2.TokenLogprobs]) -> None:
+    def _echo(self, logprobs: Sequence[common_pb2.TokenLogprobs]) -> bool:
+        """Tell the prompt's log-probabilities; whether most of them are still to come, from a task of their own."""
         prompt, writer = self._run.spec.prompt, self._run.spec.logprob_writer
         self._echo_due = self._wants_prompt_logprobs = False
         token_ids = unpack_token_ids(prompt.packed_ids)
@@ -385,6 +385,7 @@ class ChoiceRun:
         event.echo.logprobs.extend(next(parts))
         if len(logprobs) >= ECHO_SLICE_TOKENS:
             self._echoing = asyncio.get_running_loop().create_task(self._echo_on(parts))
+        return self._echoing is not None
 
     async def _echo_on(self, parts: Iterator[list[text_pb2.TokenLogprobText]]) -> None:
         """The rest of a long prompt's log-probabilities, as events of their own: no message is too long, and other streams

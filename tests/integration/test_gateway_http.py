@@ -119,11 +119,14 @@ async def test_paths_and_methods(http: RunningGateway) -> None:
 
 
 async def test_what_is_no_http_is_refused_in_the_same_shape(http: RunningGateway) -> None:
-    for raw in (b"NONSENSE\r\n\r\n", b"GET / HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 70_000):
+    for raw, status in (
+        (b"NONSENSE\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 70_000, b"431"),
+    ):
         reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
         writer.write(raw)
         answer = await asyncio.wait_for(reader.read(), 5)
-        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert answer.startswith(b"HTTP/1.1 " + status)
         assert set(json.loads(answer.partition(b"\r\n\r\n")[2])["error"]) == {"message", "type", "param", "code"}
         writer.close()
 
@@ -136,14 +139,14 @@ async def test_a_head_without_end_is_refused_however_it_trickles_in(http: Runnin
         await writer.drain()
     writer.write(b"x: " + b"y" * 1000)
     answer = await asyncio.wait_for(reader.read(), 5)
-    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.startswith(b"HTTP/1.1 431 ")
     assert b"longer than 65536 bytes" in answer
     writer.close()
 
 
 async def test_a_head_that_does_not_come_is_a_408(http: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on a connection that was used before; one that says nothing at all is closed."""
-    monkeypatch.setattr("gateway.server.HEAD_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("gateway.http1.HEAD_TIMEOUT_S", 0.3)
     whole = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
     for before in (b"", whole):
         reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
@@ -198,7 +201,7 @@ async def test_a_whole_head_that_is_too_long_is_refused(http: RunningGateway) ->
     reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
     writer.write(b"GET /version HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 66_000 + b"\r\n\r\n")
     answer = await asyncio.wait_for(reader.read(), 5)
-    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.startswith(b"HTTP/1.1 431 ")
     assert answer.count(b"HTTP/1.1") == 1
     assert b"longer than 65536 bytes" in answer
     writer.close()
