@@ -133,6 +133,7 @@ _TABLE: dict[type[errors.RorqualError], _Row] = {
     errors.PreconditionError: _Row(503, "service_unavailable", retry=True),
     errors.UnavailableError: _Row(503, "service_unavailable", retry=True),
     errors.CancelledRequestError: _Row(499, "request_cancelled"),
+    errors.LethalRequestError: _Row(500, "server_error"),  # its text says what the caller can do
 }
 
 # Where the reason says more than the class.

@@ -7,7 +7,23 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from ..openai.schema import MAX_MESSAGES, StopStrings, Unit
+from rorqual.core.limits import HTTP, Number
+
+from ..openai.schema import (
+    MAX_MESSAGES,
+    CacheSalt,
+    FunctionName,
+    MaxTokens,
+    ModelName,
+    Priority,
+    Seed,
+    StopStrings,
+    TopK,
+    TopP,
+    within,
+)
+
+_TEMPERATURE = Number("temperature", "float", 0, 1, "Anthropic's range")
 
 
 class CacheControl(msgspec.Struct):
@@ -50,7 +66,7 @@ class MessageTurn(msgspec.Struct):
 class MessageTool(msgspec.Struct, kw_only=True):
     """A function that the model may call. Tools that a server runs are refused."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    name: FunctionName
     type: str | None = None
     description: str | None = None
     input_schema: Raw = msgspec.field(default_factory=lambda: Raw(b"null"))
@@ -68,7 +84,7 @@ class Thinking(msgspec.Struct):
     """`budget_tokens` is taken and ignored: max_tokens bounds thought and answer together."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Meta(ge=1, le=2**32 - 1)] | None = None
+    budget_tokens: Annotated[int, within(HTTP["budget_tokens"])] | None = None
     display: Literal["summarized"] | None = None
 
 
@@ -86,7 +102,7 @@ class CountTokensBody(msgspec.Struct, kw_only=True):
     """POST /v1/messages/count_tokens, and what it shares with /v1/messages."""
 
     messages: Annotated[list[MessageTurn], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    model: str | None = None
+    model: ModelName | None = None
     system: str | list[TextPart] | None = None
     tools: list[MessageTool] | None = None
     tool_choice: ToolChoice | None = None
@@ -98,18 +114,18 @@ class CountTokensBody(msgspec.Struct, kw_only=True):
 class MessagesBody(CountTokensBody, kw_only=True):
     """POST /v1/messages."""
 
-    max_tokens: Annotated[int, Meta(ge=1, le=2**32 - 1)]
+    max_tokens: MaxTokens
     stop_sequences: StopStrings | None = None
     stop_in_reasoning: bool | None = None
     stream: bool | None = None
-    temperature: Unit | None = None
-    top_p: Unit | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    temperature: Annotated[float, within(_TEMPERATURE)] | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    seed: Seed | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     metadata: dict[str, Any] | None = None
-    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: CacheSalt | None = None
+    priority: Priority | None = None
 
 
 # What is answered.

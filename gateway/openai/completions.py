@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from rorqual.core.limits import MAX_CHOICES
 from rorqual.core.token_ids import pack_token_ids, unpack_token_ids
 from rorqual.v1 import text_pb2
 
@@ -14,7 +15,7 @@ from .chunks import DONE, ChunkTemplate
 from .fields import BodyReader, invalid
 from .logprobs import CompletionLogprobs
 from .options import text_options
-from .schema import MAX_CHOICES, MAX_PROMPTS, CompletionBody
+from .schema import MAX_PROMPTS, CompletionBody
 from .usage import finish_reason, stop_reason, usage_object
 
 _encode = msgspec.json.encode

@@ -121,7 +121,9 @@ class BodyReader(Generic[T]):
         self._decode: Callable[[bytes], T] = msgspec.json.Decoder(body_type).decode
         self._names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
         self._served = frozenset(body_type.__struct_encode_fields__)
-        inside = _names_inside(msgspec.inspect.type_info(body_type))
+        info = msgspec.inspect.type_info(body_type)
+        self._ranges = _ranges(info)
+        inside = _names_inside(info)
         self._inside = {name: names for name, names in inside.items() if names is not None}
         known = {**_REFUSED, **(refused or {})} if inherit else dict(refused or {})
         self.refused = {name: values for name, values in known.items() if name not in self._served}
@@ -145,7 +147,7 @@ class BodyReader(Generic[T]):
         except RecursionError:
             raise InvalidRequestError("the body is nested too deeply", reason="INVALID_JSON") from None
         except msgspec.ValidationError as error:
-            raise _explain(str(error)) from None
+            raise _explain(str(error), self._ranges) from None
         except msgspec.DecodeError as error:
             raise InvalidRequestError(f"the body is not valid JSON: {error}", reason="INVALID_JSON") from None
 
@@ -161,6 +163,18 @@ class BodyReader(Generic[T]):
             hint = f": {_HINTS[name]}" if name in _HINTS else ""
             raise refuse(name, f"{name} is not supported here{hint}")
         return True
+
+
+def _ranges(body: msgspec.inspect.Type) -> dict[str, str]:
+    """The range of each of the body's numbers in words, by name."""
+    assert isinstance(body, msgspec.inspect.StructType)
+    out: dict[str, str] = {}
+    for field in body.fields:
+        kinds = field.type.types if isinstance(field.type, msgspec.inspect.UnionType) else (field.type,)
+        for kind in kinds:
+            if isinstance(kind, (msgspec.inspect.IntType, msgspec.inspect.FloatType)) and kind.ge is not None:
+                out[field.encode_name] = f"{kind.ge} to {kind.le}"
+    return out
 
 
 def _names_inside(kind: msgspec.inspect.Type) -> Any:
@@ -234,8 +248,11 @@ def ignored_header(names: list[str]) -> dict[str, str]:
     return {IGNORED_HEADER: shown + rest}
 
 
-def _explain(text: str) -> InvalidRequestError:
-    """msgspec's "Expected `int`, got `str` - at `$.messages[0].role`" as a fault of messages[0].role."""
+def _explain(text: str, ranges: Mapping[str, str]) -> InvalidRequestError:
+    """msgspec's "Expected `int`, got `str` - at `$.messages[0].role`" as a fault of messages[0].role.
+
+    `ranges`: of numbers, by name, which the message gets.
+    """
     at = _AT.search(text)
     path = at.group(1).lstrip(".").removesuffix("[...]") if at else ""
     what = _AT.sub("", text).replace("`", "")
@@ -247,4 +264,5 @@ def _explain(text: str) -> InvalidRequestError:
         return InvalidRequestError(
             f"the body must be a JSON object: {what[0].lower()}{what[1:]}", reason="INVALID_JSON"
         )
-    return invalid(path, f"{what[0].lower()}{what[1:]}")
+    allowed = f" ({ranges[path]} is taken)" if path in ranges else ""
+    return invalid(path, f"{what[0].lower()}{what[1:]}{allowed}")

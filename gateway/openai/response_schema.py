@@ -8,7 +8,16 @@ import msgspec
 from msgspec import Meta, Raw
 
 from ..upstream.inbox import TokenLogprob
-from .schema import MAX_MESSAGES, NULL, Metadata, SamplingFields, TopCount
+from .schema import (
+    MAX_MESSAGES,
+    NULL,
+    FunctionName,
+    Label,
+    MaxTokens,
+    Metadata,
+    SamplingFields,
+    TopCount,
+)
 
 INCLUDABLE = (
     "message.output_text.logprobs",
@@ -51,7 +60,7 @@ class ResponseTool(msgspec.Struct, kw_only=True):
     """A function that the model may call. Tools that a server runs are refused."""
 
     type: str
-    name: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    name: FunctionName | None = None
     description: str | None = None
     parameters: Raw = msgspec.field(default_factory=lambda: Raw(b"null"))
     strict: bool | None = None
@@ -90,13 +99,13 @@ class ResponsesBody(SamplingFields, kw_only=True):
     text: TextConfig | None = None
     truncation: Literal["auto", "disabled"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    max_output_tokens: Annotated[int, Meta(ge=1, le=2**32 - 1)] | None = None
+    max_output_tokens: MaxTokens | None = None
     top_logprobs: TopCount | None = None
     include: list[str] | None = None
     store: bool | None = None
     service_tier: Literal["auto", "default"] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
 
 
 # What is answered.

@@ -27,10 +27,20 @@ RETRY_PERIOD_S = 0.25
 HEALTH_PERIOD_S = 0.5
 HEALTH_TIMEOUT_S = 5.0
 MODELS_EVERY = 20  # health answers
+MAX_NAMES_TOLD = 8
 SILENCE_S = 10.0
 """No heartbeat for so long: nothing new is placed there, and readiness is lost."""
 
 CALL_TIMEOUT_S = 10.0
+
+
+def model_not_found(asked: str, served: Iterable[str]) -> ModelNotFoundError:
+    """The refusal of a model that nobody serves, with the names of those that are served."""
+    names = list(dict.fromkeys(served))
+    told = ", ".join(map(repr, names[:MAX_NAMES_TOLD])) + (", …" if len(names) > MAX_NAMES_TOLD else "")
+    return ModelNotFoundError(
+        f"the model {asked!r} is not served here; ask for {told}, or leave the model out", field="model"
+    )
 
 
 class State(enum.Enum):
@@ -220,7 +230,7 @@ class ReplicaSet:
         """Raises ModelNotFoundError where all that answer know the name as nobody's."""
         known = [replica for replica in self.replicas if any(r.models for r in replica.models)]
         if model and known and not any(replica.serves(model) for replica in known):
-            raise ModelNotFoundError(f"the model {model!r} does not exist here", field="model")
+            raise model_not_found(model, (info.name for response, _ in self.models() for info in response.models))
 
     async def acquire(self, model: str, *, until_s: float | None = None) -> Replica:
         """A replica for a stream.

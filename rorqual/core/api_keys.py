@@ -59,7 +59,7 @@ def _read(file: str) -> str:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise _fault(file, f"it is larger than {MAX_FILE_BYTES} bytes")
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise _fault(file, error.strerror or "it cannot be read") from None
     except UnicodeDecodeError:

@@ -226,7 +226,7 @@ def from_environ(known: Mapping[str, Setting], environ: Mapping[str, str]) -> di
 def from_file(known: Mapping[str, Setting], path: str, process: str) -> dict[str, Given]:
     """The settings that the TOML file gives the process called `process` ("" for none). Raises ConfigError."""
     try:
-        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        document = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

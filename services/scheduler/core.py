@@ -42,7 +42,9 @@ from .events import (
     Tick,
 )
 from .executor_state import ExecutorState, Plan
+from .isolation import Isolation, verdict
 from .kv_cache import blocks_for
+from .order_queue import MAX_BATCH_BYTES
 from .orders import Order
 from .placement import Placed, Placement, cheapest_of
 from .prefix_memory import PrefixMemory
@@ -71,6 +73,7 @@ class CoreConfig:
     max_num_batched_tokens: int = 0
     enable_prefix_caching: bool = True
     max_queue_len: int = 4096
+    max_batch_bytes: int = MAX_BATCH_BYTES  # of orders, encoded; one that is larger goes alone
     gather_until_s: float = 0.0  # after a restart: nothing is admitted before, so that all inventories are there
 
 
@@ -97,6 +100,7 @@ class SchedulerCore:
         self._by_request: dict[tuple[str, int], Sequence] = {}  # (request id, choice): attempts of one meet here
         self._running_by_priority: Counter[int] = Counter()
         self._waiting = WaitingQueue()
+        self._isolation = Isolation()
         self._drain = DrainRate()
         self._is_gathering = False
         self._last_refused: Sequence | None = None  # the queue's head that no executor could take
@@ -136,18 +140,30 @@ class SchedulerCore:
         executor = self._executors.get(link_id)
         return executor.take_batch(self._now_s) if executor is not None else None
 
+    def has_orders(self, link_id: int) -> bool:
+        """Whether `take_batch` has one for that link."""
+        executor = self._executors.get(link_id)
+        return executor is not None and executor.has_orders
+
     def next_deadline_s(self) -> float | None:
         """When a Tick is due."""
         while self._deadlines and self._deadlines[0][1] not in self._streams:
             heapq.heappop(self._deadlines)
-        first_s = self._deadlines[0][0] if self._deadlines else None
-        if self._is_gathering:
-            return self._config.gather_until_s if first_s is None else min(first_s, self._config.gather_until_s)
-        return first_s
+        times_s = (
+            self._deadlines[0][0] if self._deadlines else None,
+            self._config.gather_until_s if self._is_gathering else None,
+            self._isolation.next_s() if not self._is_gathering else None,
+        )
+        return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     def executor(self, link_id: int) -> ExecutorState | None:
         """The executor of a link that is connected."""
         return self._executors.get(link_id)
+
+    @property
+    def is_isolating(self) -> bool:
+        """Whether `next_deadline_s` may change with a report: executors died under requests that run again now."""
+        return self._isolation.is_active
 
     def occupancy(self) -> Occupancy:
         executors = self._executors.values()
@@ -178,7 +194,7 @@ class SchedulerCore:
             case ExecutorConnected():
                 self._on_connected(event.link_id, event.spec)
             case ExecutorLost():
-                self._on_lost(event.link_id)
+                self._on_lost(event.link_id, is_its_own_fault=event.is_its_own_fault)
             case Tick():
                 pass
 
@@ -269,6 +285,7 @@ class SchedulerCore:
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             caching=self._config.enable_prefix_caching,
+            max_batch_bytes=self._config.max_batch_bytes,
         )
         self._executors[link_id] = executor
         self._placement.add(executor)
@@ -281,7 +298,7 @@ class SchedulerCore:
         for seq in parked.values():
             self._enqueue(seq)
 
-    def _on_lost(self, link_id: int) -> None:
+    def _on_lost(self, link_id: int, *, is_its_own_fault: bool = False) -> None:
         executor = self._executors.pop(link_id, None)
         if executor is None:
             return
@@ -290,6 +307,7 @@ class SchedulerCore:
         self._reopened.pop(link_id, None)
         self._touched.pop(link_id, None)
         self._capacity_version += 1
+        guilty = self._isolation.on_lost(executor, self._now_s, is_its_own_fault=is_its_own_fault)
         for seq in executor.all_followers():
             if seq.state is State.FOLLOWING:
                 self._enqueue(seq)
@@ -298,7 +316,12 @@ class SchedulerCore:
             if seq.state is State.RUNNING:
                 self._note_running(seq, -1)
                 self._events.append(StreamPreempted(seq.stream_id, "executor lost"))
-            self._return_to_queue(seq)
+            if seq.stream_id in guilty:
+                seq.reset_admission()
+                seq.state = State.SUSPECT
+                self._fail(seq, verdict(seq.num_generated))
+            else:
+                self._return_to_queue(seq)
 
     def _served_changed(self) -> None:
         """What is served is what any executor takes; it stays as it was when the last one has left."""
@@ -336,6 +359,7 @@ class SchedulerCore:
             if of_prompt and (seq := sequences.get(seq_id)) is not None:
                 seq.prompt_logprobs.extend(of_prompt)
         self._on_tokens(executor, report)
+        self._isolation.on_report(executor, report)
         for seq in executor.acknowledged(report.last_batch_id):
             self._return_to_queue(seq)
 
@@ -415,6 +439,8 @@ class SchedulerCore:
         for executor in list(self._touched.values()):
             if executor.hungry:
                 self._feed(executor)
+        if self._isolation.is_active:
+            self._isolate()
         for executor in self._touched.values():
             self._placement.refresh(executor)
         self._admit_waiting()
@@ -444,6 +470,33 @@ class SchedulerCore:
             if executor.cache.num_free:
                 executor.grant(seq)
 
+    def _isolate(self) -> None:
+        """Keep executors for suspects, let these in there, and everybody else into those that are open again."""
+        if self._is_gathering:
+            return
+        isolation = self._isolation
+        for seq in isolation.expire(self._now_s):
+            self._enqueue(seq)
+        for executor in isolation.arrange(self._executors, self._now_s, self._could_run):
+            self._last_refused = None
+            self._touch(executor)
+        for executor in isolation.emptying():
+            for seq in [seq for seq in executor.sequences.values() if seq.state is State.RUNNING]:
+                self._preempt(executor, seq, "isolation")
+        for seq, executor in isolation.placeable():
+            if self._is_settled(seq):
+                continue
+            plan = executor.plan(seq, of_group=True)
+            if plan is not None and plan.follow is None:  # else it comes when the block that it wants is there
+                self._admit(executor, seq, plan)
+
+    def _could_run(self, seq: Sequence, executor: ExecutorState) -> bool:
+        """Whether `seq` would fit on `executor`, were it alone."""
+        model = self.model
+        assert model is not None
+        is_valid = seq.validated_at == self._served_version or self._validate(seq, model) is None
+        return is_valid and executor.fits(seq)
+
     def _admit_waiting(self) -> None:
         if self._is_gathering:
             if self._now_s < self._config.gather_until_s:
@@ -464,14 +517,8 @@ class SchedulerCore:
 
     def _place(self, seq: Sequence) -> bool:
         """Admit, park, refuse or let follow the queue's head; False where it has to stay."""
-        model = self.model
-        assert model is not None
-        if seq.validated_at != self._served_version and (error := self._validate(seq, model)) is not None:
-            self._fail_or_park(seq, error)
+        if self._is_settled(seq):
             return True
-        if self._finish_if_ended(seq):
-            return True
-        seq.hash_blocks(seq.num_tokens // BLOCK_SIZE, model, caching=self._config.enable_prefix_caching)
         best = self._cheapest_plan(seq) or self._make_room(seq)
         if best is None:
             return False
@@ -481,8 +528,21 @@ class SchedulerCore:
             seq.state = State.FOLLOWING
             executor.follow(seq, plan.follow)
         else:
+            self._drain.note(seq.queued_work, self._now_s)
             self._admit(executor, seq, plan)
         return True
+
+    def _is_settled(self, seq: Sequence) -> bool:
+        """Whether `seq` is refused, parked or done rather than placed; else it is ready to be placed."""
+        model = self.model
+        assert model is not None
+        if seq.validated_at != self._served_version and (error := self._validate(seq, model)) is not None:
+            self._fail_or_park(seq, error)
+            return True
+        if self._finish_if_ended(seq):
+            return True
+        seq.hash_blocks(seq.num_tokens // BLOCK_SIZE, model, caching=self._config.enable_prefix_caching)
+        return False
 
     def _cheapest_plan(self, seq: Sequence) -> Placed | None:
         if self._was_refused(seq):
@@ -501,6 +561,7 @@ class SchedulerCore:
         outgrown = isinstance(error, (PromptTooLongError, CapacityError)) or error.reason == UNSUPPORTED_CONSTRAINT
         if outgrown and seq.started and not seq.was_parked:
             self._waiting.discard(seq)
+            self._isolation.discard(seq)
             seq.was_parked = True
             seq.state = State.PARKED
             self._parked[seq.stream_id] = seq
@@ -512,7 +573,7 @@ class SchedulerCore:
         if not any(priority > seq.request.priority for priority in self._running_by_priority):
             return None
         for executor in list((self._changed() if self._was_refused(seq) else self._executors).values()):
-            if not executor.fits(seq):
+            if executor.is_held or not executor.fits(seq):
                 continue
             victims = executor.victims_for(seq)
             if victims is None:
@@ -530,12 +591,12 @@ class SchedulerCore:
             if plan.num_cached_blocks < plan.num_sharable_blocks:
                 miss, diverged_at = self._prefixes.why_missed(seq, plan.num_cached_blocks, executor.cache)
             self._prefixes.remember(seq)
-        self._drain.note(seq.queued_work, self._now_s)
         if not executor.capacity.holds(seq.max_total, seq.max_blocks):
             seq.max_total = executor.capacity.longest
             seq.max_blocks = blocks_for(seq.max_total - 1)
             seq.validated_at = 0
         executor.admit(seq, self._num_seq_ids, plan)
+        self._isolation.on_admitted(seq, executor)
         self._note_running(seq, 1)
         self._placement.refresh(executor)
         self._touch(executor)
@@ -567,6 +628,8 @@ class SchedulerCore:
         self._touch(executor)
 
     def _enqueue(self, seq: Sequence) -> None:
+        if self._isolation.takes(seq):
+            return
         seq.state = State.WAITING
         seq.tried_at = -1
         self._waiting.push(seq)
@@ -667,6 +730,7 @@ class SchedulerCore:
             self._drain.note(seq.queued_work, self._now_s)
         self._waiting.discard(seq)
         self._parked.pop(seq.stream_id, None)
+        self._isolation.on_removed(seq)
         if executor is None:
             return
         if state is State.RUNNING:
@@ -703,6 +767,7 @@ class SchedulerCore:
             executor.cache.check((seq.tables, seq.shares) for seq in running)
             executor.check(running)
         self._placement.check()
+        self._isolation.check(self._executors, self._streams)
         assert self._num_running() == sum(executor.num_running for executor in self._executors.values())
         states = [seq.state for seq in self._streams.values()]
         assert State.ENDED not in states, "an ended stream is still open"

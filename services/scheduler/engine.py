@@ -179,6 +179,8 @@ class Engine:
             self._sleep.stir(len(self._streams))
         if link.link_id in self._links:
             self._dispatch(self.core.handle(reported_from_proto(link.link_id, proto), now_s))
+            if self.core.is_isolating:
+                self._arm_deadline()
 
     def disconnect(self, link: Link) -> None:
         """The link ended, whoever ended it."""
@@ -186,6 +188,7 @@ class Engine:
         if self._links.pop(link.link_id, None) is None:
             return
         self._dispatch(self.core.handle(ExecutorLost(link.link_id), self.now_s()))
+        self._arm_deadline()
         _log.info("executor %s is gone%s", link.name, f": {_text(link.error)}" if link.error is not None else "")
         self.on_num_answering(self.num_answering())
 

@@ -33,6 +33,7 @@ class Request:
     resumed_queue_time_us: int = 0
     prompt_logprobs_delivered: bool = False
     trace: object = None
+    num_opaque_bytes: int = 0  # of `sampling` and `trace` on the wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,7 @@ class ExecutorLost:
     """The link ended, whoever ended it. Unknown: nothing happens."""
 
     link_id: int
+    is_its_own_fault: bool = False  # no request is to blame: what it said broke the contract
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ class State(Enum):
     WAITING = "waiting"  # in the queue
     FOLLOWING = "following"  # out of the queue until another has computed a block that it wants
     PARKED = "parked"  # no connected executor is large enough
+    SUSPECT = "suspect"  # out of the queue until an executor is kept for it, since executors died under it
     RUNNING = "running"  # admitted
     DRAINING = "draining"  # dropped; its last reports are still to come
     ENDED = "ended"
@@ -143,6 +144,16 @@ class Sequence:
     def needs_all_logits(self) -> bool:
         """Whether every position of the prompt must be computed, for its log-probabilities."""
         return self.request.wants_prompt_logprobs and not self.prompt_logprobs_delivered
+
+    @property
+    def position(self) -> int:
+        """How far its present admission has got: positions below it are computed, as far as was reported."""
+        return max(self.num_computed, self.num_tokens - 1 if self.num_tokens > self.prefill_end else 0)
+
+    @property
+    def reached(self) -> int:
+        """How far its present admission may have got, beyond what was reported."""
+        return max(self.num_sent, self.num_tokens if self.num_computed >= self.prefill_end else 0)
 
     def last_token(self) -> int:
         return int.from_bytes(self.history[-4:], "little")

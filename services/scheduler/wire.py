@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import sys
 from array import array
 from collections.abc import Iterable
@@ -11,6 +10,7 @@ from collections.abc import Iterable
 from rorqual.core.blocks import BLOCK_SIZE, HASH_BYTES
 from rorqual.core.errors import InvalidRequestError, PreconditionError
 from rorqual.core.token_ids import pack_token_ids, unpack_token_ids, unpack_uint64
+from rorqual.rpc.limits import check_generate
 from rorqual.rpc.status import to_error_proto
 from rorqual.v1 import common_pb2, executor_pb2, generation_pb2
 
@@ -35,6 +35,7 @@ def request_from_proto(
 
     `seed` is taken where the caller named none.
     """
+    check_generate(proto)
     num_bytes = len(proto.token_ids)
     if num_bytes == 0:
         raise InvalidRequestError(
@@ -57,7 +58,6 @@ def request_from_proto(
             f"choice_index must be below num_choices ({num_choices}), got {proto.choice_index}", field="choice_index"
         )
     max_tokens = proto.max_tokens if proto.HasField("max_tokens") else None
-    check_sampling(proto.sampling, max_tokens)
     sampling = common_pb2.SamplingParams()
     sampling.CopyFrom(proto.sampling)  # a reference would keep the whole frame alive
     if not sampling.HasField("seed"):
@@ -91,6 +91,7 @@ def request_from_proto(
         resumed_queue_time_us=proto.resume.queue_time_us,
         prompt_logprobs_delivered=proto.resume.prompt_logprobs_delivered,
         trace=trace,
+        num_opaque_bytes=sampling.ByteSize() + (trace.ByteSize() if isinstance(trace, common_pb2.TraceContext) else 0),
     )
 
 
@@ -101,36 +102,6 @@ def _largest_ids(proto: generation_pb2.GenerateRequest) -> tuple[tuple[str, int]
     if proto.sampling.logit_bias:
         largest.append(("sampling.logit_bias", max(proto.sampling.logit_bias)))
     return tuple(largest)
-
-
-def check_sampling(sampling: common_pb2.SamplingParams, max_tokens: int | None) -> None:
-    """InvalidRequestError (INVALID_SAMPLING) for a value outside its range."""
-
-    def require(ok: bool, name: str, rule: str, value: object) -> None:
-        if not ok:
-            raise InvalidRequestError(
-                f"sampling.{name} must be {rule}, got {value}", reason="INVALID_SAMPLING", field=f"sampling.{name}"
-            )
-
-    s = sampling
-    require(math.isfinite(s.temperature) and s.temperature >= 0.0, "temperature", "0 or more", s.temperature)
-    require(not s.HasField("top_p") or 0.0 < s.top_p <= 1.0, "top_p", "above 0 and at most 1", s.top_p)
-    require(0.0 <= s.min_p <= 1.0, "min_p", "between 0 and 1", s.min_p)
-    for name in ("presence_penalty", "frequency_penalty"):
-        value = getattr(s, name)
-        require(-2.0 <= value <= 2.0, name, "between -2 and 2", value)
-    require(
-        not s.HasField("repetition_penalty") or (math.isfinite(s.repetition_penalty) and s.repetition_penalty > 0.0),
-        "repetition_penalty",
-        "above 0",
-        s.repetition_penalty,
-    )
-    for token_id, bias in s.logit_bias.items():
-        require(-100.0 <= bias <= 100.0, "logit_bias", "between -100 and 100", f"{bias} for token {token_id}")
-    for name in ("logprobs", "prompt_logprobs"):
-        require(getattr(s, name) <= 20, name, "0 to 20", getattr(s, name))
-    if max_tokens is not None:
-        require(s.min_tokens <= max_tokens, "min_tokens", f"at most max_tokens ({max_tokens})", s.min_tokens)
 
 
 # -- events of streams --------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from opentelemetry.sdk.trace.export import SpanExporter
 
 from rorqual.core.clock import Clock, SystemClock
 from rorqual.core.config import TokenizerConfig
-from rorqual.grammar import open_engine
 from rorqual.rpc.channel import open_channel
 from rorqual.rpc.server import RpcServer
 from rorqual.telemetry import Telemetry
@@ -18,6 +17,7 @@ from rorqual.v1 import text_pb2_grpc
 
 from .checkpoint import read_checkpoint
 from .engine import TextEngine
+from .grammars import Grammars
 from .link import SchedulerLink
 from .model_watch import ModelWatch
 from .prompt import PromptBuilder
@@ -40,7 +40,9 @@ class TokenizerApp:
         folder = Path(config.model) if config.model else _EMBEDDED_MODEL
         self._checkpoint = read_checkpoint(folder, chat_template_file=config.chat_template)
         self._vocabulary = Vocabulary(self._checkpoint)
-        self._grammars = open_engine(folder, max(self._checkpoint.vocab_size, self._vocabulary.size))
+        self._grammars = Grammars(
+            folder, max(self._checkpoint.vocab_size, self._vocabulary.size), self._vocabulary.control.ids
+        )
         self._builder = PromptBuilder(
             self._checkpoint,
             self._vocabulary,
@@ -57,6 +59,7 @@ class TokenizerApp:
 
     async def start(self) -> int:
         """Serve; returns the port. Health says SERVING once the scheduler shows a model."""
+        self._grammars.start()
         self._channel = open_channel(self._config.scheduler)
         self._link = SchedulerLink(
             self._channel,
@@ -98,6 +101,7 @@ class TokenizerApp:
             await self._server.stop(grace_s)
             await self._link.stop()
             self._engine.close()
+        await self._grammars.stop()
         if self._channel is not None:
             await self._channel.close()
         self._telemetry.shutdown()

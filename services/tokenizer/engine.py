@@ -25,7 +25,6 @@ from rorqual.core.errors import (
     RorqualError,
 )
 from rorqual.core.token_ids import unpack_token_ids
-from rorqual.grammar import GrammarEngine
 from rorqual.telemetry import (
     ATTR_CACHED_TOKENS,
     ATTR_FINISH_REASONS,
@@ -42,10 +41,11 @@ from rorqual.v1 import common_pb2, text_pb2
 
 from .checkpoint import TextCheckpoint
 from .choice import ChoiceRules
-from .constraint import compile_constraint
 from .conversation import may_call
 from .formats.events import CallSyntax
 from .formats.output import OutputSyntax
+from .grammar_job import GrammarJob, calls_of
+from .grammars import Grammars, check_source
 from .link import SchedulerLink
 from .logprob_text import LogprobWriter
 from .model_watch import ModelWatch
@@ -54,7 +54,7 @@ from .prompt import Prompt, PromptBuilder, reasons_first
 from .run import RunSpec, TextRun
 from .sampling import check_options, check_token_ids, filled_sampling
 from .stop_strings import compile_stop_strings
-from .tool_grammar import compile_calls, is_strict, makes_one_call, must_call
+from .tool_grammar import is_strict, makes_one_call, must_call
 from .vocabulary import Vocabulary
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class TextEngine:
         telemetry: Telemetry,
         clock: Clock,
         served_model_name: str,
-        grammars: GrammarEngine | None = None,
+        grammars: Grammars | None = None,
         num_threads: int = 2,
     ) -> None:
         """`grammars`: None where structured output is refused."""
@@ -103,7 +103,6 @@ class TextEngine:
         self._tracer = telemetry.tracer
         self._clock = clock
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="encode")
-        self._grammar_pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")  # no prompt waits behind a schema
         self._num_preparing = 0
         self._turn_s = 0.0  # what short prompts took in this turn of the event loop
         self._num_output_tokens = 0
@@ -117,7 +116,6 @@ class TextEngine:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._grammar_pool.shutdown(wait=False, cancel_futures=True)
 
     def on_frame(self) -> None:
         """Counts are brought up to date once for each frame of the scheduler."""
@@ -197,13 +195,13 @@ class TextEngine:
             attributes={ATTR_REQUEST_ID: options.request_id, ATTR_MODEL: self.model_name},
         )
         try:
-            self.check_model(options.model)
             self._watch.check_vocabulary()
             check_options(options, vocab_size=self._vocab_size, allow_no_tokens=not is_chat)
+            self.check_model(options.model)
             _check_resume(options)
             if isinstance(request, text_pb2.ChatRequest):
                 self._check_tools(request)
-            constrains = self._check_constraint(request)
+            constrains = await self._check_constraint(request)
             time_unix_s = options.resume.template_time_unix_s if options.HasField("resume") else self.now_unix_s()
             if self._is_short(request):
                 prompt = self._in_turn(lambda: self._prepare(request, time_unix_s, span, constrains))
@@ -212,7 +210,7 @@ class TextEngine:
             grammar = None
             if constrains:
                 after = self._after_token(request, prompt)
-                text, opening = await self.in_pool(lambda: self._compile(request, prompt), self._grammar_pool)
+                text, opening = await self._compile(request, prompt)
                 grammar = common_pb2.Grammar(text=text, after_token_id=after, opening_token_id=opening)
             self._check_prompt(prompt, options, field="messages" if is_chat else "prompt")
             if not (isinstance(request, text_pb2.CompleteRequest) and request.echo):
@@ -400,16 +398,21 @@ class TextEngine:
     @property
     def can_constrain(self) -> bool:
         """Whether what serves the model keeps to grammars."""
-        return self._grammars is not None and (self._watch.last is None or self._watch.last.takes_grammars)
+        has_engine = self._grammars is not None and self._grammars.is_available
+        return has_engine and (self._watch.last is None or self._watch.last.takes_grammars)
 
-    def _check_constraint(self, request: TextRequest) -> bool:
+    async def _check_constraint(self, request: TextRequest) -> bool:
         """Whether a grammar holds for the answer.
 
         UNSUPPORTED_CONSTRAINT where one that is asked for could not be kept: free text is never given in its place.
+        CONSTRAINT_TOO_COMPLEX where one is too long.
         """
+        check_source(request.options.constraint)
         wants = "constraint" if request.options.HasField("constraint") else ""
         if isinstance(request, text_pb2.ChatRequest) and not wants:
             wants = "tools" if is_strict(request) else "tool_choice" if must_call(request) else ""
+        if wants and self._grammars is not None:
+            await self._grammars.ready()
         if not wants or self.can_constrain:
             return bool(wants)
         if wants == "tool_choice":  # the prompt begins the call, which is as much as can be done
@@ -417,16 +420,15 @@ class TextEngine:
         what = "structured output" if wants == "constraint" else "strict"
         raise _unsupported(f"{what} is not supported by what serves this model", field=wants)
 
-    def _compile(self, request: TextRequest, prompt: Prompt) -> tuple[str, int | None]:
-        """(the grammar of the answer, or of what follows its reasoning; the token that opens what it holds for). In the grammars' pool."""
+    async def _compile(self, request: TextRequest, prompt: Prompt) -> tuple[str, int | None]:
+        """(the grammar of the answer, or of what follows its reasoning; the token that opens what it holds for)."""
         assert self._grammars is not None
-        options = request.options
-        text = compile_constraint(options.constraint, self._grammars) if options.HasField("constraint") else None
+        constraint = request.options.constraint if request.options.HasField("constraint") else None
         chat_format = self.builder.format_of(request) if isinstance(request, text_pb2.ChatRequest) else None
         if not isinstance(request, text_pb2.ChatRequest) or chat_format is None or not may_call(request):
-            assert text is not None
-            return text, None
-        return compile_calls(request, chat_format, self.vocabulary.control, prompt, self._grammars, beside=text)
+            return await self._grammars.compile(GrammarJob(constraint))
+        job = GrammarJob(constraint, calls_of(request), chat_format.name, prompt.forced_ids)
+        return await self._grammars.compile(job)
 
     def _after_token(self, request: TextRequest, prompt: Prompt) -> int | None:
         """The token that ends the reasoning, which a constraint leaves alone; None where the answer has none."""

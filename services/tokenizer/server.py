@@ -70,7 +70,10 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
         engine = self._engine
         engine.check_model(request.model)
         vocabulary = engine.vocabulary
-        if request.WhichOneof("input") == "chat":
+        kind = request.WhichOneof("input")
+        if kind is None:
+            raise InvalidRequestError("the request has no input: give text or chat", field="input")
+        if kind == "chat":
             time_unix_s = engine.now_unix_s()
             prompt = await engine.in_pool(lambda: engine.render_chat(request.chat, time_unix_s))
             packed = prompt.packed_ids

@@ -54,9 +54,19 @@ async def test_a_tenant_shares_prefixes_with_itself_alone(
 
 async def test_without_keys_the_clients_own_salt_is_all(tokenizer: ScriptedTokenizer) -> None:
     async with running_gateway(tokenizer.address) as http:
-        for salt in ("", "mine"):
-            await http.client.post("/v1/chat/completions", json={**CHAT, "cache_salt": salt})
-            assert tokenizer.requests[-1].options.cache_salt == salt
+        for salt, fields in (("", {}), ("", {"cache_salt": None}), ("mine", {"cache_salt": "mine"})):
+            await http.client.post("/v1/chat/completions", json={**CHAT, **fields})
+            options = tokenizer.requests[-1].options
+            assert (options.cache_salt, options.HasField("cache_salt")) == (salt, salt != "")
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_an_empty_salt_is_refused(tokenizer: ScriptedTokenizer, path: str) -> None:
+    async with running_gateway(tokenizer.address) as http:
+        response = await http.client.post(path, json={**BODIES[path], "cache_salt": ""})
+    assert response.status_code == 400
+    assert "cache_salt" in response.json()["error"]["message"]
+    assert not tokenizer.requests
 
 
 async def preflight(http: RunningGateway, origin: str, **headers: str) -> httpx.Response:

@@ -360,6 +360,10 @@ async def test_refusals_name_the_field() -> None:
             (stub.Chat(text_pb2.ChatRequest()), "INVALID_MESSAGES", "messages"),
             (stub.Chat(chat(sampling=common_pb2.SamplingParams(top_p=2.0))), "INVALID_SAMPLING", "sampling.top_p"),
             (stub.Chat(chat(stop=[""])), "INVALID_STOP", "stop[0]"),
+            (stub.Chat(chat(attempt=65_536)), "INVALID_ARGUMENT", "attempt"),
+            (stub.Chat(chat(time_left_us=2**64 - 1)), "INVALID_ARGUMENT", "time_left_us"),
+            (stub.Chat(chat(cache_salt="s" * 5000)), "INVALID_ARGUMENT", "cache_salt"),
+            (stub.Chat(chat(model="m" * 5000)), "INVALID_ARGUMENT", "model"),
             (stub.Chat(chat(model="other")), "MODEL_NOT_FOUND", "model"),
             (stub.Chat(chat("word " * 5000)), "PROMPT_TOO_LONG", "messages"),
             (
@@ -368,10 +372,16 @@ async def test_refusals_name_the_field() -> None:
                 "prompt",
             ),
             (stub.Complete(text_pb2.CompleteRequest(token_ids=b"")), "EMPTY_PROMPT", "prompt"),
+            (stub.Complete(text_pb2.CompleteRequest()), "EMPTY_PROMPT", "prompt"),
+            (stub.Complete(text_pb2.CompleteRequest(echo=True)), "EMPTY_PROMPT", "prompt"),
+            (stub.Chat(chat(cache_salt="")), "INVALID_SAMPLING", "cache_salt"),
             (stub.Complete(text_pb2.CompleteRequest(text="word " * 5000)), "PROMPT_TOO_LONG", "prompt"),
         ):
             error = await failure(call)
             assert (error.reason, error.field) == (reason, where)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Tokenize(text_pb2.TokenizeRequest())
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert not stack.scheduler.seen.opened
         assert {"num_prompt_tokens", "max_model_len"} <= set((await failure(stub.Chat(chat("word " * 5000)))).metadata)
 

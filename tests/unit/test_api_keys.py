@@ -27,6 +27,11 @@ def test_keys_of_flags_and_file_stand_side_by_side(tmp_path: Path) -> None:
     assert read_api_keys(()) == ()
 
 
+def test_a_byte_order_mark_is_no_part_of_a_key(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_bytes(b"\xef\xbb\xbfsk-1\n")
+    assert [key.key for key in read_api_keys((), str(tmp_path / "keys"))] == ["sk-1"]
+
+
 def test_keys_of_one_tenant_share_a_salt_that_tells_nothing() -> None:
     one, two, other = ApiKey("sk-2", "red"), ApiKey("sk-3", "red"), ApiKey("sk-4", "blue")
     assert one.cache_salt == two.cache_salt != other.cache_salt

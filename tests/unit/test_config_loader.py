@@ -255,6 +255,12 @@ def test_files_are_refused_with_the_nearest_name(tmp_path: Path, text: str, mess
     assert more in str(caught.value)
 
 
+def test_a_byte_order_mark_before_a_file_is_no_fault(tmp_path: Path) -> None:
+    path = tmp_path / "rorqual.toml"
+    path.write_bytes(b"\xef\xbb\xbfmax_model_len = 99\n")
+    assert resolve_config(ExecutorConfig, [], {"RORQUAL_CONFIG": str(path)}).max_model_len == 99
+
+
 def test_a_secret_is_not_repeated_in_a_refusal() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve_config(GatewayConfig, ["--api-key", "s3cret with blank"], {})
