@@ -282,7 +282,11 @@ class TextEngine:
                 f"the prompt has {num_chars} characters, at least {num_chars // longest} tokens; the model takes "
                 f"{limit} with the generated ones: shorten it",
                 field=field,
-                metadata={"num_chars": str(num_chars), "max_model_len": str(limit)},
+                metadata={
+                    "num_chars": str(num_chars),
+                    "min_prompt_tokens": str(num_chars // longest),
+                    "max_model_len": str(limit),
+                },
             )
 
     def _check_prompt(self, prompt: Prompt, options: text_pb2.TextOptions, *, field: str) -> None:

@@ -285,11 +285,10 @@ class ChoiceRun:
             self._after_echo.append(lambda: self.on_delta(delta))
             return
         run.accept()
-        if self._wants_prompt_logprobs:  # they come with the first tokens
-            if self._echo(delta.prompt_logprobs):
-                delta.ClearField("prompt_logprobs")
-                self._after_echo.append(lambda: self.on_delta(delta))
-                return
+        if self._wants_prompt_logprobs and self._echo(delta.prompt_logprobs):  # they come with the first tokens
+            delta.ClearField("prompt_logprobs")
+            self._after_echo.append(lambda: self.on_delta(delta))
+            return
         packed = delta.token_ids
         output = self.machine.push(unpack_token_ids(packed))
         if output.num_tokens * 4 != len(packed):
