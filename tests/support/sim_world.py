@@ -77,6 +77,7 @@ class World:
         self.core = SchedulerCore(self.config)
         self.vocab_size = vocab_size
         self.now_s = 0.0
+        self.faulted: set[int] = set()  # streams whose sequence the test lets fault
         self.links: dict[int, Link] = {}
         self.clients: dict[int, Client] = {}
         self.live: dict[int, Client] = {}
@@ -344,6 +345,8 @@ class World:
 
     def _check_error(self, client: Client) -> None:
         error = client.error
+        if client.stream_id in self.faulted:
+            return
         if isinstance(error, DeadlineExceededError):
             assert client.deadline_s is not None
             if error.reason == DEADLINE_UNREACHABLE:
