@@ -17,6 +17,7 @@ from rorqual.core.errors import (
     RETRY_AFTER_S,
     CapacityError,
     DeadlineExceededError,
+    InternalError,
     InvalidRequestError,
     NumericalFaultError,
     PreconditionError,
@@ -357,11 +358,11 @@ class SchedulerCore:
             seq = sequences.get(seq_id)
             if seq is not None and seq.state is State.RUNNING:
                 executor.note_computed(seq, num_computed)
-        for seq_id, message in report.faults:
+        for seq_id, reason, message in report.faults:
             if (seq := executor.owner(seq_id)) is not None:
                 executor.take_back_labels(seq)
             if (seq := sequences.get(seq_id)) is not None:
-                self._fail(seq, NumericalFaultError(message), is_gone=True)
+                self._fail(seq, _fault_error(reason, message), is_gone=True)
         logprobs = report.logprobs
         for seq_id, (_, of_prompt) in logprobs.items():
             if of_prompt and (seq := sequences.get(seq_id)) is not None:
@@ -781,6 +782,15 @@ class SchedulerCore:
         assert State.ENDED not in states, "an ended stream is still open"
         assert len(self._waiting) == states.count(State.WAITING)
         assert len(self._parked) == states.count(State.PARKED)
+
+
+def _fault_error(reason: str, message: str) -> RorqualError:
+    """What a stream fails with where an executor ended its sequence (executor_pb2.SequenceFault)."""
+    if reason == "CONSTRAINT_TOO_COMPLEX":
+        return InvalidRequestError(message, reason=reason)
+    if reason in ("", NumericalFaultError.reason):
+        return NumericalFaultError(message)
+    return InternalError(message)
 
 
 def _not_newer(request_id: str, live: int, attempt: int) -> RorqualError:

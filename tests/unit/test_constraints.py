@@ -192,6 +192,8 @@ ASK: dict[str, Callable[[Constraint, int], Any]] = {  # every public member, as 
     "lend": lambda constraint, token_id: constraint.lend().run(),
     "phase": lambda constraint, token_id: constraint.phase,
     "error": lambda constraint, token_id: constraint.error,
+    "reason": lambda constraint, token_id: constraint.reason,
+    "cancel": lambda constraint, token_id: constraint.cancel(),
 }
 
 
