@@ -285,12 +285,10 @@ class ChoiceRun:
             self._after_echo.append(lambda: self.on_delta(delta))
             return
         run.accept()
-        if self._wants_prompt_logprobs:  # they come with the first tokens
-            self._echo(delta.prompt_logprobs)
-            if self._echoing is not None:
-                delta.ClearField("prompt_logprobs")
-                self._after_echo.append(lambda: self.on_delta(delta))
-                return
+        if self._wants_prompt_logprobs and self._echo(delta.prompt_logprobs):  # they come with the first tokens
+            delta.ClearField("prompt_logprobs")
+            self._after_echo.append(lambda: self.on_delta(delta))
+            return
         packed = delta.token_ids
         output = self.machine.push(unpack_token_ids(packed))
         if output.num_tokens * 4 != len(packed):
@@ -365,7 +363,8 @@ class ChoiceRun:
         if self._echo_due and not self._wants_prompt_logprobs:
             self._echo(())
 
-    def _echo(self, logprobs: Sequence[common_pb2.TokenLogprobs]) -> None:
+    def _echo(self, logprobs: Sequence[common_pb2.TokenLogprobs]) -> bool:
+        """Tell the prompt. Whether that goes on: what else is said of the choice waits for it."""
         prompt, writer = self._run.spec.prompt, self._run.spec.logprob_writer
         self._echo_due = self._wants_prompt_logprobs = False
         token_ids = unpack_token_ids(prompt.packed_ids)
@@ -380,8 +379,10 @@ class ChoiceRun:
         if self._run.spec.echo:
             event.echo.text = prompt.text
         event.echo.logprobs.extend(next(parts))
-        if len(logprobs) >= ECHO_SLICE_TOKENS:
-            self._echoing = asyncio.get_running_loop().create_task(self._echo_on(parts))
+        if len(logprobs) < ECHO_SLICE_TOKENS:
+            return False
+        self._echoing = asyncio.get_running_loop().create_task(self._echo_on(parts))
+        return True
 
     async def _echo_on(self, parts: Iterator[list[text_pb2.TokenLogprobText]]) -> None:
         """The rest of a long prompt's log-probabilities, as events of their own: no message is too long, and other streams
