@@ -716,7 +716,8 @@ async def test_what_a_generation_carries_has_the_bounds_of_http(field: str) -> N
 async def test_bytes_that_are_no_message_are_the_callers_fault(method: str) -> None:
     async with serving(lambda request: steps([EOS])) as stack:
         path, torn = f"/rorqual.v1.TextService/{method}", b"\xff\xff\xff\xff"
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
+
+        async def send() -> None:
             if method == "Tokenize":
                 await stack.channel.unary_unary(path)(torn)
             elif method == "Chat":
@@ -726,5 +727,8 @@ async def test_bytes_that_are_no_message_are_the_callers_fault(method: str) -> N
                 await call.write(torn)
                 while await call.read() is not grpc.aio.EOF:
                     pass
+
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await send()
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert from_rpc_error(caught.value).reason == "MALFORMED_MESSAGE"
