@@ -367,7 +367,7 @@ class ChoiceRun:
             self._echo(())
 
     def _echo(self, logprobs: Sequence[common_pb2.TokenLogprobs]) -> bool:
-        """Tell the prompt's log-probabilities; whether most of them are still to come, from a task of their own."""
+        """Tell the prompt. Whether that goes on: what else is said of the choice waits for it."""
         prompt, writer = self._run.spec.prompt, self._run.spec.logprob_writer
         self._echo_due = self._wants_prompt_logprobs = False
         token_ids = unpack_token_ids(prompt.packed_ids)
@@ -382,9 +382,10 @@ class ChoiceRun:
         if self._run.spec.echo:
             event.echo.text = prompt.text
         event.echo.logprobs.extend(next(parts))
-        if len(logprobs) >= ECHO_SLICE_TOKENS:
-            self._echoing = asyncio.get_running_loop().create_task(self._echo_on(parts))
-        return self._echoing is not None
+        if len(logprobs) < ECHO_SLICE_TOKENS:
+            return False
+        self._echoing = asyncio.get_running_loop().create_task(self._echo_on(parts))
+        return True
 
     async def _echo_on(self, parts: Iterator[list[text_pb2.TokenLogprobText]]) -> None:
         """The rest of a long prompt's log-probabilities, as events of their own: no message is too long, and other streams
