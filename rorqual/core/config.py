@@ -97,6 +97,11 @@ class SchedulerConfig:
     )
     enable_prefix_caching: bool = setting(True, "reuse the KV blocks of equal prefixes")
     max_queue_len: int = setting(4096, "requests that may wait; further ones are refused with RESOURCE_EXHAUSTED")
+    priority_ageing_s: float = setting(
+        30.0,
+        "a request that waits so long while a better priority is served gets a better one itself: by 1, then 2, 4, 8 … with "
+        "each such time more; 0: never",
+    )
     peer_timeout_s: float = setting(30.0, "silence of an executor that counts as its death")
     restart_wait_s: float = setting(
         2.0, "after a restart, how long executors may take to offer their cached blocks before requests are placed"
@@ -116,6 +121,12 @@ class SchedulerConfig:
             "0, or at least 64",
         )
         _require(self.max_queue_len >= 1, "max_queue_len", self.max_queue_len, "at least 1")
+        _require(
+            self.priority_ageing_s == 0.0 or 1.0 <= self.priority_ageing_s <= 86400.0,
+            "priority_ageing_s",
+            self.priority_ageing_s,
+            "0, or 1 to 86400",
+        )
         _require(
             self.peer_timeout_s > 1.0, "peer_timeout_s", self.peer_timeout_s, "above 1 (a heartbeat comes each second)"
         )

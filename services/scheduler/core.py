@@ -75,6 +75,7 @@ class CoreConfig:
     max_num_batched_tokens: int = 0
     enable_prefix_caching: bool = True
     max_queue_len: int = 4096
+    priority_ageing_s: float = 30.0  # waiting so long makes a class better by one; 0: never
     max_batch_bytes: int = MAX_BATCH_BYTES  # of orders, encoded; one that is larger goes alone
     gather_until_s: float = 0.0  # after a restart: nothing is admitted before, so that all inventories are there
 
@@ -101,7 +102,7 @@ class SchedulerCore:
         self._streams: dict[int, Sequence] = {}
         self._by_request: dict[tuple[str, int], Sequence] = {}  # (request id, choice): attempts of one meet here
         self._running_by_priority: Counter[int] = Counter()
-        self._waiting = WaitingQueue()
+        self._waiting = WaitingQueue(config.priority_ageing_s)
         self._isolation = Isolation()
         self._drain = DrainRate()
         self._is_gathering = False
@@ -516,7 +517,7 @@ class SchedulerCore:
             # Woken first: they come before what arrived after them.
             for executor in self._touched.values():
                 self._wake_followers(executor)
-            seq = self._waiting.peek()
+            seq = self._waiting.peek(self._now_s, self._best_running())
             if seq is None or not self._executors or seq.tried_at == self._capacity_version:
                 return
             if not self._place(seq):
@@ -641,7 +642,7 @@ class SchedulerCore:
             return
         seq.state = State.WAITING
         seq.tried_at = -1
-        self._waiting.push(seq)
+        self._waiting.push(seq, self._now_s)
 
     def _return_to_queue(self, seq: Sequence) -> None:
         seq.reset_admission()
@@ -758,9 +759,12 @@ class SchedulerCore:
         self._touched[executor.link_id] = executor
 
     def _note_running(self, seq: Sequence, change: int) -> None:
-        self._running_by_priority[seq.request.priority] += change
-        if not self._running_by_priority[seq.request.priority]:
-            del self._running_by_priority[seq.request.priority]
+        self._running_by_priority[seq.priority] += change
+        if not self._running_by_priority[seq.priority]:
+            del self._running_by_priority[seq.priority]
+
+    def _best_running(self) -> int | None:
+        return min(self._running_by_priority, default=None)
 
     def _num_running(self) -> int:
         return self._running_by_priority.total()

@@ -63,6 +63,7 @@ class Engine:
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 enable_prefix_caching=config.enable_prefix_caching,
                 max_queue_len=config.max_queue_len,
+                priority_ageing_s=config.priority_ageing_s,
                 gather_until_s=self.now_s() + config.restart_wait_s,
             )
         )

@@ -511,6 +511,7 @@ def random_run(rng: random.Random, num_actions: int) -> World:
         max_queue_len=rng.choice((10, 1000)),
         enable_prefix_caching=rng.random() < 0.9,
         max_num_seqs=rng.choice((0, 0, 3)),
+        priority_ageing_s=rng.choice((0.0, 0.02, 30.0)),
         max_batch_bytes=rng.choice((1 << 24, 1 << 24, 1, 700)),
     )
     world = World(rng, config)

@@ -43,6 +43,7 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "max_num_batched_tokens": st.integers(128, 2**20),
     "max_queue_len": st.integers(1, 10**6),
     "peer_timeout_s": st.floats(1.01, 1e6),
+    "priority_ageing_s": st.just(0.0) | st.floats(1.0, 86400.0),
     "restart_wait_s": st.floats(0.0, 60.0),
     "request_timeout_s": st.floats(0.01, 1e6),
     "gpu_memory_utilization": st.floats(0.01, 1.0),

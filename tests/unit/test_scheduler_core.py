@@ -770,7 +770,7 @@ def test_admission_leaves_the_watermark_to_the_running(monkeypatch: pytest.Monke
             assert self.cache.num_free >= needed
 
     monkeypatch.setattr(ExecutorState, "admit", admit)
-    for seed in range(5):
+    for seed in range(12):
         random_run(random.Random(seed), 300)
     assert num_checked > 50
 
