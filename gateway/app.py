@@ -202,6 +202,7 @@ class Gateway:
                 raise not_found(exchange.path)
             exchange.errors = route.errors
             exchange.best_priority = self.context.config.best_priority
+            exchange.body_timeout_s = self.context.config.body_timeout_s
             if exchange.method == "OPTIONS":
                 allowed = self._cors.preflight(exchange.headers, route.method)
                 if allowed is not None:

@@ -29,7 +29,10 @@ KEEP_ALIVE_S = 90
 """Above the idle time after which load tools and proxies close a connection themselves."""
 
 MAX_HEADER_BYTES = 64 * 1024
-HEAD_TIMEOUT_S = 60.0
+MAX_HEADER_LINES = 256
+"""Of a request, those behind a chunked body included."""
+LEFTOVER_S = 10.0
+"""How long the rest of a body may still come after its request has been answered."""
 SHUTDOWN_GRACE_S = 30.0
 BACKLOG = 2048
 
@@ -46,23 +49,27 @@ class JsonErrorProtocol(HttpToolsProtocol):
     """
 
     _head_bytes = 0  # of a request whose head has not ended
-    _num_heads = 0
     _in_head = True
     _head_timer: asyncio.TimerHandle | None = None
+    _leftover_timer: asyncio.TimerHandle | None = None
+    _moves = False  # the bytes read last brought some of a body, or ended something
     _too_long = f"the request's head is longer than {MAX_HEADER_BYTES} bytes"
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        gateway = self.config.app
+        self._head_timeout_s = gateway.context.config.head_timeout_s if isinstance(gateway, Gateway) else 30.0
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_timer()
+        self._forget_leftover()
         super().connection_lost(exc)
 
     def _expect_head(self) -> None:
         """A connection on which no head comes to an end holds a descriptor for nothing."""
         if self._head_timer is None:
-            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
+            self._head_timer = self.loop.call_later(self._head_timeout_s, self._head_is_late)
 
     def _forget_timer(self) -> None:
         if self._head_timer is not None:
@@ -72,25 +79,38 @@ class JsonErrorProtocol(HttpToolsProtocol):
     def _head_is_late(self) -> None:
         self._head_timer = None
         if self._head_bytes:
-            self._refuse(408, "Request Timeout", "timeout_error", f"the request's head took over {HEAD_TIMEOUT_S:g} s")
+            self._refuse(
+                408, "Request Timeout", "timeout_error", f"the request's head took over {self._head_timeout_s:g} s"
+            )
         else:
             self.transport.close()
 
     def data_received(self, data: bytes) -> None:
-        num_heads, all_head = self._num_heads, self._in_head
-        if all_head:
+        self._moves = False
+        if self._in_head:
             self._expect_head()
         super().data_received(data)
-        if not all_head or self._num_heads != num_heads:  # of a body, at least in part
+        if self._moves:
             self._head_bytes = 0
-        elif self.parser is not None:
+        elif self.parser is not None:  # all of a head, or of what stands between and behind a body's chunks
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEADER_BYTES:
                 self.send_400_response(self._too_long)
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self.headers) >= MAX_HEADER_LINES:
+            message = f"the request has more than {MAX_HEADER_LINES} header lines"
+            self.send_400_response(message)
+            raise ValueError(message)  # which ends the parser's work on the connection
+        super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._moves = True
+        super().on_body(body)
+
     def on_headers_complete(self) -> None:
         self._in_head = False
-        self._num_heads += 1
+        self._moves = True
         self._forget_timer()
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
             self.send_400_response(self._too_long)
@@ -98,14 +118,29 @@ class JsonErrorProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        self._in_head = True
+        self._in_head = self._moves = True
+        self._forget_leftover()
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """A body that is still coming after its answer, a byte a second perhaps, must not hold the connection."""
+        super().on_response_complete()
+        if not self._in_head and self.cycle.response_complete and self._leftover_timer is None:
+            self._leftover_timer = self.loop.call_later(LEFTOVER_S, self.transport.close)
+
+    def _forget_leftover(self) -> None:
+        if self._leftover_timer is not None:
+            self._leftover_timer.cancel()
+            self._leftover_timer = None
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, "Bad Request", "invalid_request_error", msg)
 
     def _refuse(self, status: int, phrase: str, kind: str, msg: str) -> None:
         if self.transport.is_closing():
+            return
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self.transport.close()  # an answer is on its way: another would be taken for a part of it
             return
         body = Failure(status, msg, kind, code="invalid_http" if status == 400 else "deadline_exceeded").body()
         head = (

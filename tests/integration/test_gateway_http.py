@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -97,14 +98,67 @@ async def test_a_client_that_sends_too_much_still_reads_the_answer(http: Running
     assert (await http.client.post("/v1/chat/completions", json=CHAT)).status_code == 200
 
 
-async def test_a_body_that_does_not_come_is_a_408(http: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.asgi.BODY_TIMEOUT_S", 0.1)
+async def test_a_body_that_does_not_come_is_a_408(
+    tokenizer: ScriptedTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However it trickles in; and the connection is not held by what still comes of it."""
+    monkeypatch.setattr("gateway.server.LEFTOVER_S", 0.2)
+    async with running_gateway(tokenizer.address, body_timeout_s=0.3) as http:
+        reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+        writer.write(b'POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n{"prompt"')
+
+        async def trickle() -> None:
+            while True:
+                writer.write(b" ")
+                await asyncio.sleep(0.01)
+
+        trickling = asyncio.create_task(trickle())
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        assert head.startswith(b"HTTP/1.1 408 ")
+        body = json.loads(await asyncio.wait_for(reader.readuntil(b"}}"), 5))
+        assert body["error"]["type"] == "timeout_error"
+        assert "within 0.3 s" in body["error"]["message"]
+        with contextlib.suppress(ConnectionResetError):
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+        trickling.cancel()
+        writer.close()
+
+
+async def test_a_body_that_ends_after_its_answer_leaves_the_connection_open(http: RunningGateway) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
-    writer.write(b'POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"prompt"')
-    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
-    assert head.startswith(b"HTTP/1.1 408 ")
-    body = json.loads(await asyncio.wait_for(reader.readuntil(b"}}"), 5))
-    assert body["error"]["type"] == "timeout_error"
+    for _ in range(3):
+        writer.write(b"POST /nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\nab")
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        assert head.startswith(b"HTTP/1.1 404 ")
+        await asyncio.wait_for(reader.readuntil(b"}}"), 5)
+        writer.write(b"cd")
+    writer.close()
+
+
+@pytest.mark.parametrize("behind_a_body", [False, True])
+async def test_header_lines_are_counted(http: RunningGateway, behind_a_body: bool) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+    start = head + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n" if behind_a_body else head
+    for num_lines, wanted in ((240, b"\r\n\r\n"), (257, b"more than 256 header lines")):
+        reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+        writer.write(start + b"".join(b"x-%d: y\r\n" % n for n in range(num_lines)) + b"connection: close\r\n\r\n")
+        answer = await asyncio.wait_for(reader.readuntil(b"}}"), 5)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert wanted in answer
+        assert (b"header lines" in answer) == (num_lines > 256)
+        writer.close()
+    assert (await http.client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+
+
+async def test_what_stands_behind_a_body_is_bounded_in_bytes(http: RunningGateway) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nx: ")
+    with contextlib.suppress(ConnectionError):
+        for _ in range(200):
+            writer.write(b"y" * 1000)
+            await writer.drain()
+    answer = await asyncio.wait_for(reader.readuntil(b"}}"), 5)
+    assert answer.startswith(b"HTTP/1.1 400 ")
     writer.close()
 
 
@@ -141,9 +195,14 @@ async def test_a_head_without_end_is_refused_however_it_trickles_in(http: Runnin
     writer.close()
 
 
-async def test_a_head_that_does_not_come_is_a_408(http: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_head_that_does_not_come_is_a_408(tokenizer: ScriptedTokenizer) -> None:
     """Also on a connection that was used before; one that says nothing at all is closed."""
-    monkeypatch.setattr("gateway.server.HEAD_TIMEOUT_S", 0.3)
+    async with running_gateway(tokenizer.address, head_timeout_s=0.3) as http:
+        await check_late_heads(http)
+        assert (await http.client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+
+
+async def check_late_heads(http: RunningGateway) -> None:
     whole = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
     for before in (b"", whole):
         reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
@@ -159,8 +218,6 @@ async def test_a_head_that_does_not_come_is_a_408(http: RunningGateway, monkeypa
     reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
     assert await asyncio.wait_for(reader.read(), 5) == b""
     writer.close()
-    monkeypatch.undo()
-    assert (await http.client.post("/v1/chat/completions", json=CHAT)).status_code == 200
 
 
 async def test_heads_of_one_connection_are_counted_one_by_one(http: RunningGateway) -> None:
