@@ -41,9 +41,11 @@ from .events import (
     Request,
     Tick,
 )
+from .executor_contract import CONTRACT_BROKEN, violation
 from .executor_state import ExecutorState, Plan
 from .isolation import Isolation, verdict
 from .kv_cache import blocks_for
+from .order_queue import MAX_BATCH_BYTES
 from .orders import Order
 from .placement import Placed, Placement, cheapest_of
 from .prefix_memory import PrefixMemory
@@ -72,6 +74,7 @@ class CoreConfig:
     max_num_batched_tokens: int = 0
     enable_prefix_caching: bool = True
     max_queue_len: int = 4096
+    max_batch_bytes: int = MAX_BATCH_BYTES  # of orders, encoded; one that is larger goes alone
     gather_until_s: float = 0.0  # after a restart: nothing is admitted before, so that all inventories are there
 
 
@@ -115,7 +118,11 @@ class SchedulerCore:
     # -- the outside ----------------------------------------------------------------------------------
 
     def handle(self, event: Event, now_s: float) -> Effects:
-        """Take in one event. PreconditionError for an executor that cannot join."""
+        """Take in one event. PreconditionError for an executor that cannot join.
+
+        InvalidRequestError (CONTRACT_BROKEN) for a report that no executor may make: its link is lost. What such an event
+        has brought about comes with the next.
+        """
         return self.handle_all((event,), now_s)
 
     def handle_all(self, events: Iterable[Event], now_s: float) -> Effects:
@@ -137,6 +144,11 @@ class SchedulerCore:
         """The next order batch of a link and its number, when its wire is free; None where there is nothing to send."""
         executor = self._executors.get(link_id)
         return executor.take_batch(self._now_s) if executor is not None else None
+
+    def has_orders(self, link_id: int) -> bool:
+        """Whether `take_batch` has one for that link."""
+        executor = self._executors.get(link_id)
+        return executor is not None and executor.has_orders
 
     def next_deadline_s(self) -> float | None:
         """When a Tick is due."""
@@ -278,6 +290,7 @@ class SchedulerCore:
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             caching=self._config.enable_prefix_caching,
+            max_batch_bytes=self._config.max_batch_bytes,
         )
         self._executors[link_id] = executor
         self._placement.add(executor)
@@ -331,6 +344,9 @@ class SchedulerCore:
         executor = self._executors.get(report.link_id)
         if executor is None:
             return
+        if (broken := violation(executor, report)) is not None:
+            self._on_lost(report.link_id, is_its_own_fault=True)
+            raise InvalidRequestError(f"the executor broke the contract: {broken}", reason=CONTRACT_BROKEN)
         self._touched[report.link_id] = executor
         if report.computed_seq_ids or executor.hungry:
             self._capacity_version += 1

@@ -21,6 +21,7 @@ class Request:
     sampling: object = None  # goes into Admit as it is
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
+    wants_logprobs: bool = False
     wants_prompt_logprobs: bool = False
     needs_known_tokens: bool = False  # penalties and grammars look at tokens of a cached prefix too
     has_grammar: bool = False
@@ -33,6 +34,7 @@ class Request:
     resumed_queue_time_us: int = 0
     prompt_logprobs_delivered: bool = False
     trace: object = None
+    num_opaque_bytes: int = 0  # of `sampling` and `trace` on the wire
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from rorqual.core.blocks import BLOCK_SIZE, NO_BLOCK
 from . import policy
 from .events import ExecutorSpec, ModelSpec, Reported
 from .kv_cache import KvCache, blocks_for, num_covered, reach
-from .orders import Admit, Copy, Drop, Extend, Label, Order, Prefill
+from .order_queue import MAX_BATCH_BYTES, OrderQueue
+from .orders import Admit, Copy, Drop, Extend, Order, Prefill
 from .prefill_queue import PrefillQueue
 from .sequence import NEVER, Sequence, State
 from .validation import Capacity
@@ -39,7 +40,6 @@ class ExecutorState:
         "_caching",
         "_computing",
         "_lead",
-        "_num_batches",
         "_num_by_priority",
         "_num_grantable",
         "_num_prefilling",
@@ -69,7 +69,14 @@ class ExecutorState:
     )
 
     def __init__(
-        self, link_id: int, spec: ExecutorSpec, *, max_num_seqs: int, max_num_batched_tokens: int, caching: bool
+        self,
+        link_id: int,
+        spec: ExecutorSpec,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        caching: bool,
+        max_batch_bytes: int = MAX_BATCH_BYTES,
     ) -> None:
         """`max_num_seqs`, `max_num_batched_tokens`: the deployment's own bounds, 0 for none."""
         self.link_id = link_id
@@ -104,8 +111,7 @@ class ExecutorState:
         )  # sequences with history still to be cut into chunks, by priority
         self._backlog = 0  # of their tokens, at most `room` a sequence: one long prompt does not close the door
         self._outstanding = 0  # tokens in chunks sent and not yet reported
-        self._orders: list[Order] = []
-        self._num_batches = 0
+        self._orders = OrderQueue(max_batch_bytes)
         self._unacknowledged: deque[tuple[int, float]] = deque()  # (batch, when it was taken)
         self._step_time_us = self._round_trip_us = 0.0
         self._ahead = policy.tokens_ahead(0.0, 1 + spec.num_draft_tokens, 0.0)
@@ -117,14 +123,17 @@ class ExecutorState:
     def has_orders(self) -> bool:
         return bool(self._orders)
 
+    @property
+    def num_batches(self) -> int:
+        """That were taken."""
+        return self._orders.num_taken
+
     def take_batch(self, now_s: float) -> tuple[int, list[Order]] | None:
-        """All orders gathered since the last batch, and the new batch's number; None where there are none."""
-        if not self._orders:
-            return None
-        orders, self._orders = self._orders, []
-        self._num_batches += 1
-        self._unacknowledged.append((self._num_batches, now_s))
-        return self._num_batches, orders
+        """The next batch of orders and its number; None where none wait. What is too much for one is in the next."""
+        batch = self._orders.take()
+        if batch is not None:
+            self._unacknowledged.append((batch[0], now_s))
+        return batch
 
     # -- admission ------------------------------------------------------------------------------------
 
@@ -289,6 +298,7 @@ class ExecutorState:
         seq.state = State.RUNNING
         seq.executor = self
         seq.seq_id = seq_id
+        seq.granted_total = seq.max_total
         seq.tables, seq.shares = tables, shares
         seq.prefill_end = seq.num_tokens
         seq.num_sent = seq.num_computed = seq.num_tokens - 1 if plan.copy_from else num_cached * BLOCK_SIZE
@@ -314,6 +324,7 @@ class ExecutorState:
                 limit=seq.limit,
                 max_total_tokens=seq.max_total,
                 sampling=request.sampling,
+                num_opaque_bytes=request.num_opaque_bytes,
                 choice_index=request.choice_index,
                 known_token_ids=bytes(seq.history[: 4 * seq.num_computed]) if request.needs_known_tokens else b"",
                 prompt_logprobs_delivered=seq.prompt_logprobs_delivered,
@@ -473,7 +484,7 @@ class ExecutorState:
                 if block_id == NO_BLOCK:
                     continue
                 if group.pool.label(block_id, block_hash):
-                    self._order_label(group_idx, block_id, block_hash)
+                    self._orders.label(group_idx, block_id, block_hash)
                 elif not self.cache.bounded:
                     # A held twin has the label. A child of ours would outlive its parent there, so it gets none.
                     seq.chain_broken = True
@@ -485,16 +496,6 @@ class ExecutorState:
             seq.num_labelled = i + 1
             if self._computing.get(block_hash) is seq:
                 self._wake(block_hash)
-
-    def _order_label(self, group_idx: int, block_id: int, block_hash: bytes) -> None:
-        for last in reversed(self._orders):
-            if not isinstance(last, Label):
-                break
-            if last.group_idx == group_idx:
-                last.block_ids.append(block_id)
-                last.hashes.append(block_hash)
-                return
-        self._orders.append(Label(group_idx, [block_id], [block_hash]))
 
     # -- leaving --------------------------------------------------------------------------------------
 
@@ -522,8 +523,7 @@ class ExecutorState:
     def drop(self, seq: Sequence) -> None:
         """Order `seq` out. Its blocks may be handed out again at once, since orders are applied in order."""
         self.leave(seq)
-        self._orders.append(Drop(seq.seq_id))
-        self.draining.append((self._num_batches + 1, seq.seq_id, seq))
+        self.draining.append((self._orders.append(Drop(seq.seq_id)), seq.seq_id, seq))
 
     def drain(self, seq: Sequence) -> None:
         """Order `seq` out, but listen to it until its Drop is acknowledged."""

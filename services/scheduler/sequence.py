@@ -40,6 +40,7 @@ class Sequence:
         "chain_broken",
         "executor",
         "extend_at",
+        "granted_total",
         "hashes",
         "history",
         "is_new",
@@ -113,6 +114,7 @@ class Sequence:
         self.tables: BlockTables = []
         self.shares: list[Share] = []  # of windows and states: what it holds of their tables
         self.limit = 0
+        self.granted_total = 0  # the executor ends it when its history is this long
         self.num_ahead = 0  # blocks granted beyond those that its history fills, when that was last counted
         self.extend_at = NEVER  # more blocks are granted when the history is this long
         self.next_check = NEVER  # nothing but appending is to be done before the history is this long

@@ -24,10 +24,11 @@ from rorqual.v1 import common_pb2, executor_pb2, generation_pb2
 from services.scheduler import policy
 from services.scheduler.core import CoreConfig
 from services.scheduler.events import Event, ExecutorConnected, Open
+from services.scheduler.executor_contract import spec_from_hello
 from services.scheduler.executor_state import ExecutorState
 from services.scheduler.orders import Admit, Copy, Drop, Extend, Label, Order, Prefill
 from services.scheduler.stream_events import FinishReason, StreamAdmitted, StreamFinished, StreamTokens
-from services.scheduler.wire import reported_from_proto, request_from_proto, spec_from_hello
+from services.scheduler.wire import reported_from_proto, request_from_proto
 from tests.support.sim_world import Client, Link, World, random_run
 
 VOCAB = 97

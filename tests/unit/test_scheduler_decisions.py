@@ -16,13 +16,14 @@ from rorqual.v1 import common_pb2, executor_pb2, generation_pb2
 from services.scheduler import policy
 from services.scheduler.drain_rate import DrainRate
 from services.scheduler.events import Request
+from services.scheduler.executor_contract import spec_from_hello
 from services.scheduler.generation_service import UsedIds
 from services.scheduler.outbox import Outbox
 from services.scheduler.prefill_queue import PrefillQueue
 from services.scheduler.sequence import Sequence
 from services.scheduler.stream_events import FinishReason, StreamFinished, StreamTokens
 from services.scheduler.waiting_queue import WaitingQueue
-from services.scheduler.wire import reported_from_proto, request_from_proto, spec_from_hello
+from services.scheduler.wire import reported_from_proto, request_from_proto
 
 
 @settings(deadline=None)
