@@ -65,6 +65,7 @@ class Gateway:
         self._keys = KeyRing(read_api_keys(config.api_key, config.api_key_file))
         self._cors = Cors(config.cors_allow_origins)
         self.draining = False
+        self.head_timeout_s = config.head_timeout_s  # for its connections, which see nothing else of it
         self._routes = self._make_routes()
 
     def _make_routes(self) -> dict[str, Route]:
@@ -205,6 +206,7 @@ class Gateway:
                 raise not_found(exchange.path)
             exchange.errors = route.errors
             exchange.best_priority = self.context.config.best_priority
+            exchange.body_timeout_s = self.context.config.body_timeout_s
             if exchange.method == "OPTIONS":
                 allowed = self._cors.preflight(exchange.headers, route.method)
                 if allowed is not None:

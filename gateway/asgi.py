@@ -21,9 +21,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 JSON = "application/json"
-BODY_TIMEOUT_S = 60.0
-"""A body that takes longer to arrive is refused."""
-
 DRAIN_S = 2.0  # how long a refused body is read away, so that the client sees the answer
 _STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -49,6 +46,7 @@ class Exchange:
         self.errors: ErrorShape = OPENAI_ERRORS
         self.tenant_salt = ""  # keeps the cached prefixes of the key's tenant apart; "" where no keys are asked for
         self.best_priority = 0  # the lowest number that its client may ask for
+        self.body_timeout_s = 60.0  # a body that takes longer to arrive is refused
         self._receive = receive
         self._send = send
 
@@ -69,7 +67,7 @@ class Exchange:
         parts: list[bytes] = []
         size = 0
         try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
+            async with asyncio.timeout(self.body_timeout_s):
                 while True:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
@@ -82,7 +80,7 @@ class Exchange:
                     if not message.get("more_body", False):
                         return parts[0] if len(parts) == 1 else b"".join(parts)
         except TimeoutError:
-            raise DeadlineExceededError(f"the request body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
+            raise DeadlineExceededError(f"the request body did not arrive within {self.body_timeout_s:g} s") from None
 
     def cache_salt(self, asked: str) -> str:
         """The salt under which prefixes are shared: a client divides its tenant's cache, and reaches no other's."""

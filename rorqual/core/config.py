@@ -272,6 +272,8 @@ class GatewayConfig:
         (), "origins whose pages may call from a browser, separated by commas; *: any; none: no page may"
     )
     max_body_bytes: int = setting(32 * 1024 * 1024, "largest request body; larger ones get 413")
+    head_timeout_s: float = setting(30.0, "longest a request's line and headers may take to arrive")
+    body_timeout_s: float = setting(60.0, "longest a request's body may take to arrive")
     request_timeout_s: float = setting(3600.0, "longest a request may take, queue included")
     peer_timeout_s: float = setting(30.0, "how long streams wait for a lost tokenizer to come back")
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
