@@ -506,11 +506,11 @@ async def _pipelined(t: Target) -> None:
 
 @attack("unread", within_s=90)
 async def _unread(t: Target) -> None:
-    """100 streams that nobody reads for 8 s; half are read then, half are reset."""
+    """50 streams that nobody reads for 8 s; ten are looked at then, all are reset."""
     body = completion("unread", 1500, stream=True, ignore_eos=True, logprobs=5)
     async with contextlib.AsyncExitStack() as held:
         ends = []
-        for _ in range(100):
+        for _ in range(50):
             reader, writer = await held.enter_async_context(t.connection())
             writer.write(t.raw_post(COMPLETIONS, body))
             ends.append((reader, writer))
@@ -686,11 +686,11 @@ async def _lie(t: Target, name: str) -> None:
         fake = FakeExecutor(channel, await hello_like(channel), LIES[name])
         running = asyncio.create_task(fake.run())
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 await fake.welcomed.wait()
             # (While the fake's cache is empty it is the emptier of the two, and half of them and more go there.)
             body = completion("told by a liar", 40, ignore_eos=True)
-            answers = asyncio.gather(*(t.answer(COMPLETIONS, body, 40) for _ in range(12)))
+            answers = asyncio.gather(*(t.answer(COMPLETIONS, body, 45) for _ in range(12)))
             for status, answer in await answers:
                 allowed = (200, 500) if name == "long-fault" else (200,)
                 t.expect(f"status under {name}", status, allowed)
@@ -701,11 +701,10 @@ async def _lie(t: Target, name: str) -> None:
             if not fake.lied.is_set():
                 t.fault(f"{name}: no request met the fake executor, so nothing was tried")
             elif name != "long-fault":
-                async with asyncio.timeout(5):
-                    await asyncio.wait([running])
+                await asyncio.wait([running], timeout=30)
                 t.expect(f"link after {name}", fake.status or "alive", ("INVALID_ARGUMENT", "FAILED_PRECONDITION"))
         except TimeoutError:
-            t.fault(f"{name}: the fake executor's link lives on, or was never taken")
+            t.fault(f"{name}: the fake executor was not welcomed within 30 s")
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -720,7 +719,7 @@ def _add_lies() -> None:
         run.__doc__ = f"An executor that reports {name.replace('-', ' ')}: its streams go on elsewhere, whole."
         # (A fault may come from any executor: its streams, innocents' too, end with an error, if the link does not.)
         may = 500 if name == "long-fault" else 0
-        attack(f"lie-{name}", needs="scheduler", short=True, within_s=60, innocents_may=may)(run)
+        attack(f"lie-{name}", needs="scheduler", short=True, within_s=120, innocents_may=may)(run)
 
 
 _add_lies()
