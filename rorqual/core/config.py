@@ -253,6 +253,7 @@ class GatewayConfig:
     )
     max_body_bytes: int = setting(32 * 1024 * 1024, "largest request body; larger ones get 413")
     request_timeout_s: float = setting(3600.0, "longest a request may take, queue included")
+    keep_alive_s: float = setting(10.0, "silence of a stream after which a comment or ping is sent; 0: none is")
     peer_timeout_s: float = setting(30.0, "how long streams wait for a lost tokenizer to come back")
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
@@ -272,6 +273,7 @@ class GatewayConfig:
             )
         _require(self.max_body_bytes >= 1024, "max_body_bytes", self.max_body_bytes, "at least 1024")
         _require(self.request_timeout_s > 0, "request_timeout_s", self.request_timeout_s, "above 0")
+        _require(0 <= self.keep_alive_s <= 3600, "keep_alive_s", self.keep_alive_s, "0 to 3600")
         _require(
             self.peer_timeout_s > 1.0, "peer_timeout_s", self.peer_timeout_s, "above 1 (a heartbeat comes each second)"
         )
