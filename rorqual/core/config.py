@@ -275,6 +275,7 @@ class GatewayConfig:
     head_timeout_s: float = setting(30.0, "longest a request's line and headers may take to arrive")
     body_timeout_s: float = setting(60.0, "longest a request's body may take to arrive")
     request_timeout_s: float = setting(3600.0, "longest a request may take, queue included")
+    keep_alive_s: float = setting(10.0, "silence of a stream after which a comment or ping is sent; 0: none is")
     peer_timeout_s: float = setting(30.0, "how long streams wait for a lost tokenizer to come back")
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
@@ -301,6 +302,9 @@ class GatewayConfig:
             self.request_timeout_s,
             "above 0, up to 1e9",
         )
+        _require(0 <= self.keep_alive_s <= 3600, "keep_alive_s", self.keep_alive_s, "0 to 3600")
+        for name in ("head_timeout_s", "body_timeout_s"):
+            _require(0 < getattr(self, name) <= 3600, name, getattr(self, name), "above 0, up to 3600")
         _require(
             self.peer_timeout_s > 1.0, "peer_timeout_s", self.peer_timeout_s, "above 1 (a heartbeat comes each second)"
         )

@@ -33,6 +33,7 @@ class Script:
     num_reasoning_tokens: int = 0
     error: common_pb2.Error | None = None  # ends the stream after the steps, in place of the usage
     refuse: common_pb2.Error | None = None  # ends it before it is accepted
+    queue: asyncio.Event | None = None  # awaited before it is accepted or refused
     gate: Callable[[int], asyncio.Event | None] = lambda step_idx: None  # awaited before a step
     delay_s: float = 0.0  # before each step
     together: bool = False  # all steps in one message
@@ -262,6 +263,8 @@ class ScriptedTokenizer(text_pb2_grpc.TextServiceServicer):
             live.out.put_nowait(text_pb2.TextStreamEvents(stream_id=stream_id, events=events, error=error))
 
         try:
+            if script.queue is not None:
+                await script.queue.wait()
             if script.kills_at is not None:
                 self.beside_killers.append(self.num_streams - 1)
             if script.kills_at == -1:

@@ -46,6 +46,7 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "priority_ageing_s": st.just(0.0) | st.floats(1.0, 86400.0),
     "restart_wait_s": st.floats(0.0, 60.0),
     "request_timeout_s": st.floats(0.01, 1e6),
+    "keep_alive_s": st.floats(0, 3600),
     "gpu_memory_utilization": st.floats(0.01, 1.0),
     "max_body_bytes": st.integers(1024, 2**40),
     "sim_num_blocks": st.integers(1, 2**20),
