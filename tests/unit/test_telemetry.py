@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Sequence
 
+import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from rorqual.core.config import TelemetryConfig
+from rorqual.core.errors import ConfigError
 from rorqual.telemetry import Telemetry
 
 
@@ -61,3 +64,17 @@ def test_what_a_collector_refuses_is_not_counted_as_exported() -> None:
     assert collector.num_spans == 1
     assert value(telemetry, "spans_ended_total") == 1
     assert value(telemetry, "spans_exported_total") == 0
+
+
+def test_a_metrics_port_that_is_taken_is_told_with_its_cure() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"metrics cannot be served on 127\.0\.0\.1:{port} .*--metrics-port"):
+            Telemetry("gateway", TelemetryConfig(metrics_port=port))
+
+
+def test_the_metrics_port_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    telemetry = Telemetry("gateway", TelemetryConfig(metrics_port=0))
+    telemetry.shutdown()
+    assert f"metrics are on http://127.0.0.1:{telemetry.metrics_port}/metrics" in caplog.text
