@@ -60,7 +60,8 @@ class TelemetryConfig:
     """Tracing, metrics and logs: the same in every process."""
 
     otlp_endpoint: str = setting(
-        "", "OTLP/gRPC collector for traces, e.g. http://127.0.0.1:4317; empty: no traces are sent"
+        "",
+        "OTLP/gRPC collector for traces, e.g. http://127.0.0.1:4317; empty: OTEL_EXPORTER_OTLP_ENDPOINT's, or no traces are sent",
     )
     trace_sample_ratio: float = setting(1.0, "share of requests traced, 0 to 1, where the client sent no trace context")
     log_level: str = setting("info", "least severe level that is logged", choices=("debug", "info", "warning", "error"))
