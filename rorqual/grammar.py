@@ -147,7 +147,7 @@ class GrammarEngine:
         """
         from llguidance import LLParserLimits, LLTokenizer
 
-        source = json.loads(tokenizer_json.read_text(encoding="utf-8"))
+        source = json.loads(tokenizer_json.read_text(encoding="utf-8-sig"))
         special = []
         for token in source.get("added_tokens") or ():
             # What a grammar calls text holds no special token. The files flag few of the control tokens.

@@ -14,27 +14,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
-import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving.bench_gpu import GPU_SETTINGS, SHAPE, commit, machine, model_folder, versions
+from benchmarks.serving.bench_gpu import commit, machine, versions
 from benchmarks.serving.peer_server import end_blocks_on_sigterm
-from rorqual.launch import Stack, StackError, make_plan
+from rorqual.launch import StackError
 
 from .answers import Wrong
 from .client import Broken
 from .load import Deaths, Load, LoadPlan
 from .mix import KINDS, NEED_A_MODEL, probes
+from .stack import serve
 
-ROOT = Path(__file__).resolve().parents[2]
 VICTIMS = ("executor", "scheduler", "tokenizer")
-CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
-"""For a shape without one: its vocabulary has no words for roles."""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -88,28 +82,11 @@ def plan_of(args: argparse.Namespace) -> LoadPlan:
     )
 
 
-@contextlib.contextmanager
-def serve(args: argparse.Namespace, deaths: Deaths) -> Iterator[Stack]:
-    """The stack, ready; ended with the block, however that ends."""
-    settings: dict[str, Any] = {"port": 0, "deterministic": args.deterministic, "log_level": "info"}
-    if args.gpu:
-        settings |= {**GPU_SETTINGS, "max_model_len": 8192}
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    settings: dict[str, Any] = {"deterministic": args.deterministic}
     if args.backend == "sim":
-        settings |= {"backend": "sim"}
-    settings |= dict(pair.split("=", 1) for pair in args.set)
-    shape = args.model or (SHAPE if args.gpu else ROOT / "models" / "tiny")
-    with model_folder(shape) as (model, words), tempfile.TemporaryDirectory(prefix="soak-") as scratch:
-        if words:
-            template = Path(scratch) / "chat_template.jinja"
-            template.write_text(CHAT_TEMPLATE)
-            settings["chat_template"] = template
-        stack = Stack(make_plan({**settings, "model": model}), log_dir=args.log_dir, on_event=deaths)
-        try:
-            stack.start(args.start_timeout)
-            print(f"ready at {stack.url}; logs are in {stack.log_dir}", file=sys.stderr, flush=True)
-            yield stack
-        finally:
-            stack.stop()
+        settings["backend"] = "sim"
+    return settings | dict(pair.split("=", 1) for pair in args.set)
 
 
 def record_of(load: Load, args: argparse.Namespace, plan: LoadPlan) -> dict[str, Any]:
@@ -150,7 +127,14 @@ def main(argv: list[str] | None = None) -> int:
             load = Load(args.url, plan)
             asyncio.run(load.run())
         else:
-            with serve(args, deaths) as stack:
+            with serve(
+                settings_of(args),
+                gpu=args.gpu,
+                model=args.model,
+                log_dir=args.log_dir,
+                on_event=deaths,
+                timeout_s=args.start_timeout,
+            ) as stack:
                 load = Load(stack.url, plan, stack, deaths)
                 asyncio.run(load.run())
     except StackError as error:

@@ -38,10 +38,21 @@ class Cut:
     after_s: float
 
 
-async def post(url: str, path: str, body: dict[str, Any], *, cut: Cut | None = None, timeout_s: float = 120.0) -> Reply:
-    """Send and read to the end, or to the cut. Raises Broken: refused, reset, ended early, or silent for `timeout_s`."""
+async def post(
+    url: str,
+    path: str,
+    body: dict[str, Any],
+    *,
+    cut: Cut | None = None,
+    timeout_s: float = 120.0,
+    reply: Reply | None = None,
+) -> Reply:
+    """Send and read to the end, or to the cut. Raises Broken: refused, reset, ended early, or not whole in `timeout_s`.
+
+    `reply`: one to fill, for whoever wants to see events as they come.
+    """
     parts = urlsplit(url)
-    reply = Reply()
+    reply = reply or Reply()
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=_MAX_LINE_BYTES)

@@ -20,7 +20,7 @@ from ..openai.fields import ignored_header
 from ..openai.serve import answer_options, begin, operation, serve_generation
 from ..upstream.replicas import CALL_TIMEOUT_S
 from . import request
-from .answer import MessagesAnswer
+from .answer import PING, MessagesAnswer
 from .errors import ANTHROPIC_ERRORS
 from .schema import ListedModel, ModelPage, TokenCount
 
@@ -63,7 +63,7 @@ async def messages(context: GatewayContext, exchange: Exchange) -> None:
         command = chat.chat_command(chat_body, exchange.request_id)
         options = answer_options(context, exchange, chat_body, "msg_")
         answer = MessagesAnswer(options, max_tokens=body.max_tokens)
-        await serve_generation(context, exchange, span, [command], answer, stream=bool(body.stream))
+        await serve_generation(context, exchange, span, [command], answer, stream=bool(body.stream), keep_alive=PING)
 
 
 async def count_tokens(context: GatewayContext, exchange: Exchange) -> None:

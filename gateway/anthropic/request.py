@@ -76,7 +76,7 @@ def chat_body(body: CountTokensBody) -> tuple[ChatBody, list[str]]:
     if chat.messages[-1].role == "assistant":
         chat.continue_final_message = True
     if isinstance(body, MessagesBody):
-        for name in ("stream", "temperature", "top_p", "top_k", "seed", "cache_salt", "priority"):
+        for name in ("stream", "temperature", "top_p", "top_k", "seed", "cache_salt", "priority", "stop_in_reasoning"):
             setattr(chat, name, getattr(body, name))
         chat.stop = body.stop_sequences
         chat.max_tokens = body.max_tokens

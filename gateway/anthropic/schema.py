@@ -116,6 +116,7 @@ class MessagesBody(CountTokensBody, kw_only=True):
 
     max_tokens: MaxTokens
     stop_sequences: StopStrings | None = None
+    stop_in_reasoning: bool | None = None
     stream: bool | None = None
     temperature: Annotated[float, within(_TEMPERATURE)] | None = None
     top_p: TopP | None = None

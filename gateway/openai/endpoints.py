@@ -7,14 +7,14 @@ from dataclasses import replace
 import grpc
 import msgspec
 
-from rorqual.core.errors import ModelNotFoundError, UnavailableError
+from rorqual.core.errors import UnavailableError
 from rorqual.core.token_ids import pack_token_ids, unpack_token_ids
 from rorqual.rpc.status import from_rpc_error
 from rorqual.v1 import text_pb2
 
 from ..asgi import Exchange
 from ..context import GatewayContext
-from ..upstream.replicas import CALL_TIMEOUT_S
+from ..upstream.replicas import CALL_TIMEOUT_S, model_not_found
 from . import chat, completions, response_request
 from .answer_schema import Detokenized, ModelList, ModelObject, Tokenized
 from .constraint import constraint_name
@@ -109,9 +109,10 @@ async def model(context: GatewayContext, exchange: Exchange) -> None:
 def asked_model(context: GatewayContext, exchange: Exchange) -> ModelObject:
     """The one that the path names. Raises ModelNotFoundError, UnavailableError."""
     name = exchange.path.removeprefix("/v1/models/").rstrip("/")
-    found = next((model for model in served_models(context) if model.id == name), None)
+    served = served_models(context)
+    found = next((model for model in served if model.id == name), None)
     if found is None:
-        raise ModelNotFoundError(f"the model {name!r} does not exist here", field="model")
+        raise model_not_found(name, (model.id for model in served))
     return found
 
 

@@ -82,6 +82,8 @@ class ResponsesAnswer:
         code = "rate_limit_exceeded" if failure.status == 429 else "server_error"
         if 400 <= failure.status < 500 and failure.status not in (408, 429):
             code = "invalid_prompt"
+        if failure.code == "context_length_exceeded":  # by which clients know that they have to shorten the input
+            code = failure.code
         self._response.status = "failed"
         self._response.error = ResponseError(code, failure.message)
         error = self._event("error", code=failure.code, message=failure.message, param=failure.param)

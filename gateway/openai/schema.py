@@ -31,7 +31,7 @@ Penalty = Annotated[float, within(SAMPLING["presence_penalty"])]
 Id = Annotated[int, within(limits.TOKEN_ID)]
 ModelName = Annotated[str, Meta(max_length=limits.STRINGS["model"].most_bytes)]
 Label = Annotated[str, Meta(max_length=limits.MAX_LABEL_CHARS)]
-CacheSalt = Annotated[str, Meta(max_length=limits.MAX_SALT_CHARS)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=limits.MAX_SALT_CHARS)]
 FunctionName = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
 Role = Literal["system", "developer", "user", "assistant", "tool", "latest_reminder"]
 Bias = Annotated[float, within(SAMPLING["logit_bias"])]
@@ -61,6 +61,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     stop: StopString | StopStrings | None = None
     stop_token_ids: Annotated[list[Id], Meta(max_length=limits.MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
+    stop_in_reasoning: bool | None = None
     min_tokens: Annotated[int, within(SAMPLING["min_tokens"])] | None = None
     ignore_eos: bool | None = None
     presence_penalty: Penalty | None = None

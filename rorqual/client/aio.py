@@ -87,7 +87,7 @@ class AsyncClient:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         reasoning_effort: str = "",
-        cache_salt: str = "",
+        cache_salt: str | None = None,
         priority: int = 0,
         return_prompt_token_ids: bool = False,
     ) -> AsyncIterator[text_pb2.TextEvent]:
@@ -108,7 +108,7 @@ class AsyncClient:
         *,
         model: str = "",
         echo: bool = False,
-        cache_salt: str = "",
+        cache_salt: str | None = None,
         priority: int = 0,
         return_prompt_token_ids: bool = False,
     ) -> AsyncIterator[text_pb2.TextEvent]:
@@ -371,12 +371,13 @@ def _tool_choice(choice: str | Mapping[str, Any] | None) -> text_pb2.ToolChoice 
 
 
 def _options(
-    params: SamplingParams | None, model: str, cache_salt: str, priority: int, return_prompt_token_ids: bool
+    params: SamplingParams | None, model: str, cache_salt: str | None, priority: int, return_prompt_token_ids: bool
 ) -> text_pb2.TextOptions:
-    limits.check_strings((("model", model), ("cache_salt", cache_salt)))
+    limits.check_strings((("model", model), ("cache_salt", cache_salt or "")))
     limits.REQUEST["priority"].check(priority)
     options = (params or SamplingParams()).to_options(request_id=uuid.uuid4().hex, model=model)
-    options.cache_salt = cache_salt
+    if cache_salt is not None:
+        options.cache_salt = cache_salt
     options.priority = priority
     options.return_prompt_token_ids = return_prompt_token_ids
     return options

@@ -21,6 +21,7 @@ class SamplingParams:
     min_p: [0, 1].                              seed: equal seeds draw equal random numbers.
     n: choices for each prompt, 1 to 128.       max_tokens: generated ones; None: what fits in the model's length.
     stop: strings the text ends before.         stop_token_ids: ids generation ends after.
+    stop_in_reasoning: of a chat's answer search the reasoning for `stop`, too, not the content alone.
     min_tokens: no stop token before so many.   ignore_eos: go on after the end-of-sequence token.
     presence_penalty, frequency_penalty: [-2, 2].   repetition_penalty: 0.01 to 100; 1 is off.
     logit_bias: token id to [-100, 100].        logprobs, prompt_logprobs: alternatives a token, 0 to 20.
@@ -38,6 +39,7 @@ class SamplingParams:
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
+    stop_in_reasoning: bool = False
     ignore_eos: bool = False
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -100,6 +102,7 @@ class SamplingParams:
             sampling=self.to_proto(),
             stop=self.stop,
             include_stop_str_in_output=self.include_stop_str_in_output,
+            stop_in_reasoning=self.stop_in_reasoning,
             num_choices=self.n,
             ignore_eos=self.ignore_eos,
             skip_special_tokens=self.skip_special_tokens,

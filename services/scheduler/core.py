@@ -17,6 +17,7 @@ from rorqual.core.errors import (
     RETRY_AFTER_S,
     CapacityError,
     DeadlineExceededError,
+    InternalError,
     InvalidRequestError,
     NumericalFaultError,
     PreconditionError,
@@ -41,9 +42,11 @@ from .events import (
     Request,
     Tick,
 )
+from .executor_contract import CONTRACT_BROKEN, violation
 from .executor_state import ExecutorState, Plan
 from .isolation import Isolation, verdict
 from .kv_cache import blocks_for
+from .order_queue import MAX_BATCH_BYTES
 from .orders import Order
 from .placement import Placed, Placement, cheapest_of
 from .prefix_memory import PrefixMemory
@@ -72,6 +75,8 @@ class CoreConfig:
     max_num_batched_tokens: int = 0
     enable_prefix_caching: bool = True
     max_queue_len: int = 4096
+    priority_ageing_s: float = 30.0  # waiting so long makes a class better by one; 0: never
+    max_batch_bytes: int = MAX_BATCH_BYTES  # of orders, encoded; one that is larger goes alone
     gather_until_s: float = 0.0  # after a restart: nothing is admitted before, so that all inventories are there
 
 
@@ -97,7 +102,7 @@ class SchedulerCore:
         self._streams: dict[int, Sequence] = {}
         self._by_request: dict[tuple[str, int], Sequence] = {}  # (request id, choice): attempts of one meet here
         self._running_by_priority: Counter[int] = Counter()
-        self._waiting = WaitingQueue()
+        self._waiting = WaitingQueue(config.priority_ageing_s)
         self._isolation = Isolation()
         self._drain = DrainRate()
         self._is_gathering = False
@@ -115,7 +120,11 @@ class SchedulerCore:
     # -- the outside ----------------------------------------------------------------------------------
 
     def handle(self, event: Event, now_s: float) -> Effects:
-        """Take in one event. PreconditionError for an executor that cannot join."""
+        """Take in one event. PreconditionError for an executor that cannot join.
+
+        InvalidRequestError (CONTRACT_BROKEN) for a report that no executor may make: its link is lost. What such an event
+        has brought about comes with the next.
+        """
         return self.handle_all((event,), now_s)
 
     def handle_all(self, events: Iterable[Event], now_s: float) -> Effects:
@@ -137,6 +146,11 @@ class SchedulerCore:
         """The next order batch of a link and its number, when its wire is free; None where there is nothing to send."""
         executor = self._executors.get(link_id)
         return executor.take_batch(self._now_s) if executor is not None else None
+
+    def has_orders(self, link_id: int) -> bool:
+        """Whether `take_batch` has one for that link."""
+        executor = self._executors.get(link_id)
+        return executor is not None and executor.has_orders
 
     def next_deadline_s(self) -> float | None:
         """When a Tick is due."""
@@ -278,6 +292,7 @@ class SchedulerCore:
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             caching=self._config.enable_prefix_caching,
+            max_batch_bytes=self._config.max_batch_bytes,
         )
         self._executors[link_id] = executor
         self._placement.add(executor)
@@ -331,6 +346,9 @@ class SchedulerCore:
         executor = self._executors.get(report.link_id)
         if executor is None:
             return
+        if (broken := violation(executor, report)) is not None:
+            self._on_lost(report.link_id, is_its_own_fault=True)
+            raise InvalidRequestError(f"the executor broke the contract: {broken}", reason=CONTRACT_BROKEN)
         self._touched[report.link_id] = executor
         if report.computed_seq_ids or executor.hungry:
             self._capacity_version += 1
@@ -341,11 +359,11 @@ class SchedulerCore:
             seq = sequences.get(seq_id)
             if seq is not None and seq.state is State.RUNNING:
                 executor.note_computed(seq, num_computed)
-        for seq_id, message in report.faults:
+        for seq_id, reason, message in report.faults:
             if (seq := executor.owner(seq_id)) is not None:
                 executor.take_back_labels(seq)
             if (seq := sequences.get(seq_id)) is not None:
-                self._fail(seq, NumericalFaultError(message), is_gone=True)
+                self._fail(seq, _fault_error(reason, message), is_gone=True)
         logprobs = report.logprobs
         for seq_id, (_, of_prompt) in logprobs.items():
             if of_prompt and (seq := sequences.get(seq_id)) is not None:
@@ -499,7 +517,7 @@ class SchedulerCore:
             # Woken first: they come before what arrived after them.
             for executor in self._touched.values():
                 self._wake_followers(executor)
-            seq = self._waiting.peek()
+            seq = self._waiting.peek(self._now_s, self._best_running())
             if seq is None or not self._executors or seq.tried_at == self._capacity_version:
                 return
             if not self._place(seq):
@@ -624,7 +642,7 @@ class SchedulerCore:
             return
         seq.state = State.WAITING
         seq.tried_at = -1
-        self._waiting.push(seq)
+        self._waiting.push(seq, self._now_s)
 
     def _return_to_queue(self, seq: Sequence) -> None:
         seq.reset_admission()
@@ -741,9 +759,12 @@ class SchedulerCore:
         self._touched[executor.link_id] = executor
 
     def _note_running(self, seq: Sequence, change: int) -> None:
-        self._running_by_priority[seq.request.priority] += change
-        if not self._running_by_priority[seq.request.priority]:
-            del self._running_by_priority[seq.request.priority]
+        self._running_by_priority[seq.priority] += change
+        if not self._running_by_priority[seq.priority]:
+            del self._running_by_priority[seq.priority]
+
+    def _best_running(self) -> int | None:
+        return min(self._running_by_priority, default=None)
 
     def _num_running(self) -> int:
         return self._running_by_priority.total()
@@ -765,6 +786,15 @@ class SchedulerCore:
         assert State.ENDED not in states, "an ended stream is still open"
         assert len(self._waiting) == states.count(State.WAITING)
         assert len(self._parked) == states.count(State.PARKED)
+
+
+def _fault_error(reason: str, message: str) -> RorqualError:
+    """What a stream fails with where an executor ended its sequence (executor_pb2.SequenceFault)."""
+    if reason == "CONSTRAINT_TOO_COMPLEX":
+        return InvalidRequestError(message, reason=reason)
+    if reason in ("", NumericalFaultError.reason):
+        return NumericalFaultError(message)
+    return InternalError(message)
 
 
 def _not_newer(request_id: str, live: int, attempt: int) -> RorqualError:

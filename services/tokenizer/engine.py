@@ -325,7 +325,11 @@ class TextEngine:
                 f"the prompt has {num_chars} characters, at least {num_chars // longest} tokens; the model takes "
                 f"{limit} with the generated ones: shorten it",
                 field=field,
-                metadata={"num_chars": str(num_chars), "max_model_len": str(limit)},
+                metadata={
+                    "num_chars": str(num_chars),
+                    "min_prompt_tokens": str(num_chars // longest),
+                    "max_model_len": str(limit),
+                },
             )
 
     def _check_prompt(self, prompt: Prompt, options: text_pb2.TextOptions, *, field: str) -> None:
@@ -406,6 +410,7 @@ class TextEngine:
                 start=prompt.start,
                 forced_ids=prompt.forced_ids,
                 max_calls=max_calls,
+                stop_in_reasoning=options.stop_in_reasoning,
             ),
             sampling=sampling,
             num_choices=max(options.num_choices, 1),

@@ -321,6 +321,9 @@ class ChoiceRun:
         events = run.sink.events()
         for piece in pieces_of(self.machine.flush()):
             self._add_piece(events, piece, b"")
+        if self.machine.end is not None:  # a stop string stood in what was held back
+            self._tell_end(self.machine.end)
+            return
         event = events.add()
         event.choice_index = self._index
         event.finished.reason = finished.reason

@@ -78,7 +78,10 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
         engine.check_model(request.model)
         max_model_len = engine.model_info().max_model_len
         time_unix_s = engine.now_unix_s()
-        is_chat = request.WhichOneof("input") == "chat"
+        kind = request.WhichOneof("input")
+        if kind is None:
+            raise InvalidRequestError("the request has no input: give text or chat", field="input")
+        is_chat = kind == "chat"
         if is_chat:
             check_limits(request.chat.options)
             engine.check_chat(request.chat, field="messages")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -128,14 +129,21 @@ def test_what_needs_no_key(http: httpx.Client) -> None:
 
 
 def test_refusals_of_both_dialects(openai_client: openai.OpenAI, anthropic_client: anthropic.Anthropic) -> None:
-    long = "word " * 20_000
+    long = "word " * 6000
     with pytest.raises(openai.BadRequestError) as too_long:
         openai_client.responses.create(model="tiny", input=long)
     assert (too_long.value.code, too_long.value.param) == ("context_length_exceeded", "input")
+    assert isinstance(too_long.value.body, dict)
+    assert re.fullmatch(
+        r"This model's maximum context length is 4096 tokens\. However, your messages resulted in 60\d\d tokens\. "
+        r"Please reduce the length of the messages\.",
+        too_long.value.body["message"],
+    )
     with pytest.raises(anthropic.BadRequestError) as also:
         anthropic_client.messages.create(model="tiny", max_tokens=4, messages=[{"role": "user", "content": long}])
     assert isinstance(also.value.body, dict)
     assert also.value.body["error"]["type"] == "invalid_request_error"
+    assert re.fullmatch(r"prompt is too long: 60\d\d tokens > 4096 maximum", also.value.body["error"]["message"])
     with pytest.raises(openai.NotFoundError):
         openai_client.responses.create(model="nobody", input="x")
     with pytest.raises(anthropic.NotFoundError):

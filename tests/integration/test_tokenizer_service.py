@@ -106,6 +106,29 @@ async def check_stop_strings(
     assert len(heard.token_ids[0]) == heard.usage.num_generated_tokens
 
 
+@pytest.mark.parametrize("ends", ["by itself", "by its budget", "by the scheduler"])
+async def test_a_stop_string_in_what_was_held_back_to_the_end(tmp_path: Path, ends: str) -> None:
+    """Newlines may begin a block of calls, so the parser holds them; at the end they are content."""
+    ids = [*tiny().encode("ok"), *tiny().encode("\n\n")]
+    script = steps([*ids, EOS] if ends == "by itself" else ids)
+    async with serving(lambda request: script, chat_format="deepseek-v4") as stack:
+        request = chat(stop=["\n\n"], max_tokens=len(ids) if ends == "by its budget" else 50)
+        request.tools.add(name="f")
+        heard = await hear(stack.stub.Chat(request))
+    assert heard.content == {0: "ok"}
+    assert heard.finished[0].reason == common_pb2.FINISH_REASON_STOP
+    assert heard.finished[0].stop_string == "\n\n"
+    assert heard.usage.num_generated_tokens == len(heard.token_ids[0])
+
+
+async def test_stop_strings_in_the_thought_only_where_asked() -> None:
+    async with serving(lambda request: steps([*tiny().encode("<think>Hm 4, so</think>It is 4"), EOS])) as stack:
+        heard = [await hear(stack.stub.Chat(chat(stop=["4"], stop_in_reasoning=asked))) for asked in (False, True)]
+    assert [answer.finished[0].stop_string for answer in heard] == ["4", "4"]
+    assert heard[0].content == {0: "It is "}
+    assert (heard[1].reasoning, heard[1].content) == ({0: "Hm "}, {})
+
+
 async def test_the_stop_string_stays_where_asked() -> None:
     async with serving(lambda request: pieces(["The quick br", "own", " fox", " jumps"])) as stack:
         heard = await hear(stack.stub.Chat(chat(stop=["own fox"], include_stop_str_in_output=True)))
@@ -392,10 +415,16 @@ async def test_refusals_name_the_field() -> None:
                 "prompt",
             ),
             (stub.Complete(text_pb2.CompleteRequest(token_ids=b"")), "EMPTY_PROMPT", "prompt"),
+            (stub.Complete(text_pb2.CompleteRequest()), "EMPTY_PROMPT", "prompt"),
+            (stub.Complete(text_pb2.CompleteRequest(echo=True)), "EMPTY_PROMPT", "prompt"),
+            (stub.Chat(chat(cache_salt="")), "INVALID_SAMPLING", "cache_salt"),
             (stub.Complete(text_pb2.CompleteRequest(text="word " * 5000)), "PROMPT_TOO_LONG", "prompt"),
         ):
             error = await failure(call)
             assert (error.reason, error.field) == (reason, where)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Tokenize(text_pb2.TokenizeRequest())
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert not stack.scheduler.seen.opened
         assert {"num_prompt_tokens", "max_model_len"} <= set((await failure(stub.Chat(chat("word " * 5000)))).metadata)
 
