@@ -50,6 +50,7 @@ from .order_queue import MAX_BATCH_BYTES
 from .orders import Order
 from .placement import Placed, Placement, cheapest_of
 from .prefix_memory import PrefixMemory
+from .queue_share import QueueShare
 from .sequence import Sequence, State
 from .stats import CoreStats, Occupancy
 from .stream_events import (
@@ -104,6 +105,7 @@ class SchedulerCore:
         self._running_by_priority: Counter[int] = Counter()
         self._waiting = WaitingQueue(config.priority_ageing_s)
         self._isolation = Isolation()
+        self._share = QueueShare(config.max_queue_len)
         self._drain = DrainRate()
         self._is_gathering = False
         self._last_refused: Sequence | None = None  # the queue's head that no executor could take
@@ -167,6 +169,10 @@ class SchedulerCore:
         """The executor of a link that is connected."""
         return self._executors.get(link_id)
 
+    def is_open(self, stream_id: int) -> bool:
+        """Whether that stream has not ended."""
+        return stream_id in self._streams
+
     @property
     def is_isolating(self) -> bool:
         """Whether `next_deadline_s` may change with a report: executors died under requests that run again now."""
@@ -217,7 +223,7 @@ class SchedulerCore:
                 return
             self._fail(older, SupersededError(f"attempt {request.attempt} of this request took over"))
         self._num_arrivals += 1
-        seq = Sequence(event.stream_id, request, event.token_ids, self._num_arrivals, self._now_s)
+        seq = Sequence(event.stream_id, request, event.token_ids, self._num_arrivals, self._now_s, event.owner)
         if request.is_resume:
             self._gather()
         # While executors come back one by one, none of them says what fits.
@@ -226,10 +232,11 @@ class SchedulerCore:
             if error is not None:
                 self._refuse(event.stream_id, error)
                 return
-        if seq.is_new and (error := self._too_busy_for(request)) is not None:
+        if seq.is_new and (error := self._too_busy_for(request, event.owner)) is not None:
             self._refuse(event.stream_id, error)
             return
         self._streams[event.stream_id] = seq
+        self._share.add(seq.owner)
         self._by_request[key] = seq
         if self._finish_if_ended(seq):
             return
@@ -237,15 +244,16 @@ class SchedulerCore:
             heapq.heappush(self._deadlines, (request.deadline_s, event.stream_id))
         self._enqueue(seq)
 
-    def _too_busy_for(self, request: Request) -> RorqualError | None:
+    def _too_busy_for(self, request: Request, owner: int) -> RorqualError | None:
         """The refusal of a new request because of those that wait: too many, or for longer than it has time."""
         max_queue_len, now_s = self._config.max_queue_len, self._now_s
-        if (num_waiting := len(self._streams) - self._num_running()) >= max_queue_len:
+        num_waiting = len(self._streams) - self._num_running()
+        if self._share.is_full(owner, num_waiting):
             likely_s = self._drain.wait_s(num_waiting, now_s)
             metadata = {"max_queue_len": str(max_queue_len)}
             if likely_s is not None:
                 metadata[RETRY_AFTER_S] = str(policy.retry_after_s(likely_s))
-            return QueueFullError(f"{max_queue_len} requests are waiting already; try again later", metadata=metadata)
+            return QueueFullError(f"{num_waiting} requests are waiting already; try again later", metadata=metadata)
         if request.deadline_s is None:
             return None
         left_s, ahead = request.deadline_s - now_s, self._waiting.ahead(request.priority)
@@ -733,6 +741,7 @@ class SchedulerCore:
         executor, state = seq.executor, seq.state
         seq.state = State.ENDED
         del self._streams[seq.stream_id]
+        self._share.remove(seq.owner)
         key = (seq.request.request_id, seq.request.choice_index)
         if self._by_request.get(key) is seq:
             del self._by_request[key]
@@ -781,6 +790,7 @@ class SchedulerCore:
             executor.check(running)
         self._placement.check()
         self._isolation.check(self._executors, self._streams)
+        self._share.check(len(self._streams))
         assert self._num_running() == sum(executor.num_running for executor in self._executors.values())
         states = [seq.state for seq in self._streams.values()]
         assert State.ENDED not in states, "an ended stream is still open"
