@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
@@ -14,6 +16,8 @@ import numpy.typing as npt
 
 from rorqual.grammar import GrammarEngine, GrammarError
 
+from .reports import CONSTRAINT_TOO_COMPLEX, INTERNAL
+
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
@@ -21,6 +25,10 @@ Words = npt.NDArray[np.int32]
 T = TypeVar("T")
 
 _MAX_MASK_THREADS = 4
+_MAX_COMPILE_THREADS = 4
+_COMPILE_STACK_BYTES = 256 << 20
+"""Of address space; memory is taken as far as a grammar's nesting reaches. The engine's recursion over the rules of a grammar
+of 256 KiB needs more than a thread's usual 8 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +180,18 @@ class Constraint:
         self.phase = Phase.REASONING if self._after is not None else self._next_phase
         self._is_stopped = False  # by a stop token, which the grammar allowed
         self.error = ""
-        """Why nothing can be allowed any more: the grammar or the history is at fault; empty otherwise."""
+        """Why nothing can be allowed any more; empty otherwise."""
+        self.reason = ""
+        """Of that, as in executor_pb2.SequenceFault: whether the grammar or its tokens are at fault, or the engine."""
 
     @property
     def is_ready(self) -> bool:
         """Whether the grammar is compiled, or cannot be."""
         return self._future.done()
+
+    def cancel(self) -> None:
+        """The sequence has ended: its grammar is not compiled, if nobody has begun to."""
+        self._future.cancel()
 
     def observe(self, token_ids: Sequence[int]) -> None:
         """These tokens were generated."""
@@ -209,9 +223,9 @@ class Constraint:
             try:
                 self._matcher = OwnedMatcher(self._future.result())
             except GrammarError as error:
-                self.error = f"the grammar cannot be compiled: {error}"
+                self._fail(f"the grammar cannot be compiled: {error}")
             except Exception as error:
-                self.error = f"the grammar could not be compiled ({type(error).__name__})"
+                self._fail(f"the grammar could not be compiled ({type(error).__name__})", INTERNAL)
         ids, self._waiting = self._waiting, []
         for token_id in ids:
             if self.error or self._is_stopped or self._matcher is None:
@@ -219,9 +233,15 @@ class Constraint:
             if token_id in self._stops:
                 self._is_stopped = True
             elif not self._matcher.consume(token_id):
-                self.error = self._matcher.error or (
-                    f"the grammar does not take token {token_id}, or is too complex to follow"
-                )
+                self._stuck(f"the grammar does not take token {token_id}, or is too complex to follow")
+
+    def _fail(self, error: str, reason: str = CONSTRAINT_TOO_COMPLEX) -> None:
+        self.error, self.reason = error, reason
+
+    def _stuck(self, error: str) -> None:
+        """The matcher does not go on: `error`, where the engine itself did not fail."""
+        engines = self._matcher.error if self._matcher is not None else ""
+        self._fail(engines or error, INTERNAL if engines else CONSTRAINT_TOO_COMPLEX)
 
     @property
     def needs_mask(self) -> bool:
@@ -255,7 +275,7 @@ class Constraint:
             return words
         mask = self._matcher.mask()
         if mask is None or self._matcher.is_error():
-            self.error = self._matcher.error or "the grammar is too complex to follow"
+            self._stuck("the grammar is too complex to follow: use fewer or shorter repetitions and alternatives")
             return None
         words[:] = np.frombuffer(mask, np.int32)[: self._num_words]
         _clear(words, np.array([self._end_id], np.int64))
@@ -285,26 +305,95 @@ def _clear(words: Words, ids: npt.NDArray[np.int64]) -> None:
     np.bitwise_and.at(words.view(np.uint32), ids // 32, ~np.left_shift(np.uint32(1), (ids % 32).astype(np.uint32)))
 
 
+class _Compiler:
+    """Compiles grammars in worker threads. Those of one text are compiled one after the other by one worker, for which all
+    but the first cost a copy, so that they leave the other workers free."""
+
+    def __init__(self, engine: GrammarEngine, trial: Callable[[str], None] | None) -> None:
+        self._engine = engine
+        self._trial = trial
+        self._lock = threading.Lock()
+        self._waiting: dict[str, list[Future[LLMatcher]]] = {}  # by text, where a worker has it or will
+        num_threads = max(2, min(_MAX_COMPILE_THREADS, os.cpu_count() or 1))
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="grammar")
+
+    def begin(self, text: str) -> Future[LLMatcher]:
+        """A matcher of `text`, some time; one that is cancelled before is not compiled."""
+        future: Future[LLMatcher] = Future()
+        with self._lock:
+            waiting = self._waiting.get(text)
+            if waiting is not None:
+                waiting.append(future)
+                return future
+            self._waiting[text] = [future]
+        with _large_stacks():  # the pool begins its threads in `submit`
+            self._pool.submit(self._compile, text)
+        return future
+
+    def _compile(self, text: str) -> None:
+        """For all who wait for it, those too who come while it is compiled."""
+        is_tried = self._trial is None
+        error: Exception | None = None
+        while True:
+            with self._lock:
+                if not self._waiting[text]:
+                    del self._waiting[text]
+                    return
+                future = self._waiting[text].pop(0)
+            if not future.set_running_or_notify_cancel():
+                continue
+            matcher: LLMatcher | None = None
+            if error is None:
+                try:
+                    if self._trial is not None and not is_tried:
+                        self._trial(text)
+                        is_tried = True
+                    matcher = self._engine.compile(text)
+                except Exception as caught:
+                    error = caught
+            if matcher is not None:
+                future.set_result(matcher)
+            else:
+                future.set_exception(error)
+
+
+_stack_lock = threading.Lock()
+
+
+@contextmanager
+def _large_stacks() -> Iterator[None]:
+    """Threads that begin here have room for the engine's recursion. (The size is the interpreter's, not a thread's.)"""
+    with _stack_lock:
+        before = threading.stack_size(_COMPILE_STACK_BYTES)
+        try:
+            yield
+        finally:
+            threading.stack_size(before)
+
+
 class Constraints:
     """Compiles the grammars of sequences, and computes their masks while a step runs, in worker threads."""
 
-    def __init__(self, engine: GrammarEngine | None, vocab_size: int) -> None:
-        """Without an engine every grammar fails, and its sequence with it."""
+    def __init__(
+        self, engine: GrammarEngine | None, vocab_size: int, *, trial: Callable[[str], None] | None = None
+    ) -> None:
+        """Without an engine every grammar fails, and its sequence with it. `trial`, where there is one, is called before a
+        text is compiled, in a worker thread, and raises GrammarError for one that must not be."""
         self.on_ready: Callable[[], None] = lambda: None  # called from a worker thread
         self._engine = engine
         self._vocab_size = vocab_size
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._compiler = _Compiler(engine, trial) if engine is not None else None
         self._num_mask_threads = max(1, min(_MAX_MASK_THREADS, (os.cpu_count() or 1) // 2))
         self._mask_pool = ThreadPoolExecutor(self._num_mask_threads, thread_name_prefix="mask")
 
     def begin(self, spec: GrammarSpec, stop_token_ids: Sequence[int], min_tokens: int) -> Constraint:
         """The constraint of a sequence that is admitted; its grammar is compiled from now on."""
         future: Future[LLMatcher]
-        if self._engine is None:
+        if self._compiler is None:
             future = Future()
             future.set_exception(GrammarError("this executor takes no grammars"))
         else:
-            future = self._pool.submit(self._engine.compile, spec.text)
+            future = self._compiler.begin(spec.text)
         future.add_done_callback(lambda _: self.on_ready())
         return Constraint(
             spec,

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from .constraint import Constraint, GrammarSpec
+from .faults import contained
 from .random_numbers import uniforms
 
 _GREEDY, _PLAIN, _TRUNCATED = 0, 1, 2
@@ -193,12 +194,16 @@ class Sampler:
             column[dst] = column[src]
 
     def sample(
-        self, logits: torch.Tensor, positions: Int64s, adjustments: Sequence[Adjustment] = ()
+        self,
+        logits: torch.Tensor,
+        positions: Int64s,
+        adjustments: Sequence[Adjustment] = (),
+        errors: dict[int, Exception] | None = None,
     ) -> tuple[Int64s, Bools]:
         """The tokens at `positions` (of the history: the number of tokens before it), row by row.
 
         `logits`: float32 [num_rows, vocab_size], not changed. Returns tokens [num_rows] and whether each row is
-        sound: a row with NaN or infinity has no token.
+        sound: a row with NaN or infinity has no token. Nor has one whose adjustment fails; why goes to `errors`, by row.
         """
         rows = logits.detach().cpu().numpy()
         num_rows = rows.shape[0]
@@ -206,10 +211,13 @@ class Sampler:
         best = rows[np.arange(num_rows), best_ids]
         sound = np.isfinite(best)
         if adjustments:
-            rows = rows.copy()
+            rows, errors = rows.copy(), {} if errors is None else errors
             for item in adjustments:
                 row = rows[item.row]
-                item.adjuster.adjust(row, item.num_generated)
+                with contained(errors, item.row):
+                    item.adjuster.adjust(row, item.num_generated)
+                if item.row in errors:
+                    row[:] = -np.inf
                 best_ids[item.row] = row.argmax()
                 best[item.row] = row[best_ids[item.row]]
             sound &= np.isfinite(best)

@@ -17,6 +17,8 @@ from .logprobs import TokenLogprob
 from .orders import Admit, Ids
 from .sampler import LogitAdjuster, Sampler, SamplingSpec
 
+EndedBefore = Literal["stop", "length"]
+
 
 @dataclass(slots=True)
 class SequenceTrace:
@@ -124,7 +126,7 @@ class Sequence:
             self.adjuster.observe(token_ids, min(max(self.num_prompt_tokens - start, 0), token_ids.size))
 
     @property
-    def ended_before(self) -> Literal["stop", "length"] | None:
+    def ended_before(self) -> EndedBefore | None:
         """How the history that was admitted, its last token known, had ended already: nothing may follow it."""
         if self.num_generated > self.spec.min_tokens and self.last_token in self.stop_token_ids:
             return "stop"

@@ -119,6 +119,7 @@ class _Row:
     status: int
     type: str
     retry: bool = False
+    is_final: bool = False  # OpenAI's and Anthropic's clients must not try again, whatever they do with its status
 
 
 _INVALID = _Row(400, "invalid_request_error")
@@ -133,7 +134,7 @@ _TABLE: dict[type[errors.RorqualError], _Row] = {
     errors.PreconditionError: _Row(503, "service_unavailable", retry=True),
     errors.UnavailableError: _Row(503, "service_unavailable", retry=True),
     errors.CancelledRequestError: _Row(499, "request_cancelled"),
-    errors.LethalRequestError: _Row(500, "server_error"),  # its text says what the caller can do
+    errors.LethalRequestError: _Row(500, "server_error", is_final=True),  # its text says what the caller can do
 }
 
 # Where the reason says more than the class.
@@ -160,10 +161,16 @@ def failure_of(error: BaseException) -> Failure:
                 row.type,
                 error.field.removeprefix("sampling.") or None,  # OpenAI's bodies have those fields at their top
                 _CODES.get(error.reason) or error.reason.lower(),
-                {"retry-after": str(_retry_after_s(error))} if row.retry else {},
+                _headers(row, error),
                 _prompt_length(error) if error.reason == errors.PromptTooLongError.reason else None,
             )
     return Failure(500, INTERNAL_TEXT, "server_error", code="internal_error")
+
+
+def _headers(row: _Row, error: errors.RorqualError) -> dict[str, str]:
+    if row.is_final:
+        return {"x-should-retry": "false"}
+    return {"retry-after": str(_retry_after_s(error))} if row.retry else {}
 
 
 def _prompt_length(error: errors.RorqualError) -> PromptLength | None:

@@ -36,7 +36,7 @@ OR_BUSY = (200, 400, 429)
 class Attack:
     """`needs`: of "model" (one that takes grammars), "text" (the tokenizer's gRPC), "scheduler" (its gRPC) and "stack"
     (one of our own, to kill in). `short`: costs a second or two where it is parried. `may_die`: processes that the
-    attack itself kills. `busy_is_right`: innocents may be refused (429) meanwhile: all places are taken."""
+    attack itself kills. `innocents_may`: get this status, as a right outcome for them too; 0: none but 200."""
 
     name: str
     about: str
@@ -45,7 +45,7 @@ class Attack:
     short: bool = False
     within_s: float = 90.0
     may_die: frozenset[str] = frozenset()
-    busy_is_right: bool = False
+    innocents_may: int = 0
 
 
 ATTACKS: dict[str, Attack] = {}
@@ -58,14 +58,14 @@ def attack(
     short: bool = False,
     within_s: float = 90.0,
     may_die: str = "",
-    busy_is_right: bool = False,
+    innocents_may: int = 0,
 ) -> Callable[[Callable[[Target], Awaitable[None]]], Callable[[Target], Awaitable[None]]]:
     """Put a function into the table. The first line of its docstring says what it is."""
 
     def add(run: Callable[[Target], Awaitable[None]]) -> Callable[[Target], Awaitable[None]]:
         assert name not in ATTACKS
         about = (run.__doc__ or "").splitlines()[0].rstrip(".")
-        parts = frozenset(needs.split()), short, within_s, frozenset(may_die.split()), busy_is_right
+        parts = frozenset(needs.split()), short, within_s, frozenset(may_die.split()), innocents_may
         ATTACKS[name] = Attack(name, about, run, *parts)
         return run
 
@@ -506,11 +506,11 @@ async def _pipelined(t: Target) -> None:
 
 @attack("unread", within_s=90)
 async def _unread(t: Target) -> None:
-    """100 streams that nobody reads for 8 s; half are read then, half are reset."""
+    """50 streams that nobody reads for 8 s; ten are looked at then, all are reset."""
     body = completion("unread", 1500, stream=True, ignore_eos=True, logprobs=5)
     async with contextlib.AsyncExitStack() as held:
         ends = []
-        for _ in range(100):
+        for _ in range(50):
             reader, writer = await held.enter_async_context(t.connection())
             writer.write(t.raw_post(COMPLETIONS, body))
             ends.append((reader, writer))
@@ -610,7 +610,7 @@ async def _stream_id_twice(t: Target) -> None:
         t.expect("twice", await code_of(speak), ("FAILED_PRECONDITION",))
 
 
-@attack("unread-session", needs="scheduler", within_s=60, busy_is_right=True)
+@attack("unread-session", needs="scheduler", within_s=60, innocents_may=429)  # all places are taken
 async def _unread_session(t: Target) -> None:
     """20,000 streams in one session of which nothing is read, for 5 s; all blocks come back."""
     async with t.scheduler() as channel:
@@ -686,11 +686,11 @@ async def _lie(t: Target, name: str) -> None:
         fake = FakeExecutor(channel, await hello_like(channel), LIES[name])
         running = asyncio.create_task(fake.run())
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 await fake.welcomed.wait()
             # (While the fake's cache is empty it is the emptier of the two, and half of them and more go there.)
             body = completion("told by a liar", 40, ignore_eos=True)
-            answers = asyncio.gather(*(t.answer(COMPLETIONS, body, 40) for _ in range(12)))
+            answers = asyncio.gather(*(t.answer(COMPLETIONS, body, 45) for _ in range(12)))
             for status, answer in await answers:
                 allowed = (200, 500) if name == "long-fault" else (200,)
                 t.expect(f"status under {name}", status, allowed)
@@ -701,11 +701,10 @@ async def _lie(t: Target, name: str) -> None:
             if not fake.lied.is_set():
                 t.fault(f"{name}: no request met the fake executor, so nothing was tried")
             elif name != "long-fault":
-                async with asyncio.timeout(5):
-                    await asyncio.wait([running])
+                await asyncio.wait([running], timeout=30)
                 t.expect(f"link after {name}", fake.status or "alive", ("INVALID_ARGUMENT", "FAILED_PRECONDITION"))
         except TimeoutError:
-            t.fault(f"{name}: the fake executor's link lives on, or was never taken")
+            t.fault(f"{name}: the fake executor was not welcomed within 30 s")
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -718,7 +717,9 @@ def _add_lies() -> None:
             await _lie(t, name)
 
         run.__doc__ = f"An executor that reports {name.replace('-', ' ')}: its streams go on elsewhere, whole."
-        attack(f"lie-{name}", needs="scheduler", short=True, within_s=60)(run)
+        # (A fault may come from any executor: its streams, innocents' too, end with an error, if the link does not.)
+        may = 500 if name == "long-fault" else 0
+        attack(f"lie-{name}", needs="scheduler", short=True, within_s=120, innocents_may=may)(run)
 
 
 _add_lies()

@@ -42,7 +42,7 @@ class Target:
             self.fault(f"{what}: {got}, right is {' or '.join(map(str, right))}")
 
     def fault(self, what: str) -> None:
-        if len(self.faults) < 20:
+        if what[:400] not in self.faults and len(self.faults) < 20:
             self.faults.append(what[:400])
 
     def take(self) -> tuple[dict[str, int], list[str]]:

@@ -22,6 +22,10 @@ _STOP_REASONS = {
 }
 
 
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+"""What says that a silent stream is alive."""
+
+
 class MessagesAnswer:
     """One message, streamed or whole: both take the same steps, and a whole one drops the events."""
 

@@ -22,7 +22,7 @@ from ..openai.schema import ChatBody
 from ..openai.serve import answer_options, begin, operation, serve_generation
 from ..upstream.replicas import CALL_TIMEOUT_S
 from . import request
-from .answer import MessagesAnswer
+from .answer import PING, MessagesAnswer
 from .errors import ANTHROPIC_ERRORS
 from .schema import CountTokensBody, ListedModel, ModelPage, TokenCount
 
@@ -75,7 +75,7 @@ async def messages(context: GatewayContext, exchange: Exchange) -> None:
         options = answer_options(context, exchange, chat_body, "msg_")
         omits = body.thinking is not None and body.thinking.display == "omitted"
         answer = MessagesAnswer(options, max_tokens=body.max_tokens, omit_thinking=omits)
-        await serve_generation(context, exchange, span, [command], answer, stream=bool(body.stream))
+        await serve_generation(context, exchange, span, [command], answer, stream=bool(body.stream), keep_alive=PING)
 
 
 async def count_tokens(context: GatewayContext, exchange: Exchange) -> None:

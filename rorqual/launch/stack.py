@@ -29,6 +29,7 @@ from typing import BinaryIO, Literal
 from rorqual.core.config_loader import EXIT_CONFIG
 from rorqual.core.errors import RorqualError
 
+from .logs import LogDir
 from .plan import ProcessSpec, StackPlan, module_command
 
 POLL_S = 0.05
@@ -95,17 +96,17 @@ class Stack:
     """Runs a plan. `start` returns when the whole chain is ready; `stop` when every process has ended.
 
     `log_dir`: where `<name>.log` of each process goes; None keeps them in a folder that lives as long as the stack.
-    `on_event` is called from the stack's thread.
+    `on_event` is called from the stack's thread. Raises ConfigError where no log can be written.
     """
 
     def __init__(
-        self, plan: StackPlan, *, log_dir: Path | None = None, on_event: Callable[[Event], None] | None = None
+        self, plan: StackPlan, *, log_dir: Path | LogDir | None = None, on_event: Callable[[Event], None] | None = None
     ) -> None:
         self._plan = plan
         self._on_event = on_event or (lambda event: None)
+        self._logs = LogDir(log_dir) if isinstance(log_dir, Path) else log_dir
         self._dir = Path(tempfile.mkdtemp(prefix="rorqual-"))
-        self.log_dir = log_dir or self._dir
-        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self.log_dir = self._logs.path if self._logs is not None else self._dir
         self._children = [
             _Child(spec, self.log_dir / f"{spec.name}.log", self._dir / f"{spec.name}.ready") for spec in plan.processes
         ]
@@ -175,6 +176,8 @@ class Stack:
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join()
         self._plan.close()
+        if self._logs is not None:
+            self._logs.close()
         shutil.rmtree(self._dir, ignore_errors=True)
 
     # --- the thread ----------------------------------------------------------------------------------------------
@@ -232,7 +235,12 @@ class Stack:
         stub = [sys.executable, "-I", "-S", str(Path(__file__).with_name("child.py")), str(os.getpid())]
         environ = {**self._plan.environ, child.spec.ready_variable: str(child.ready_path)}
         log: BinaryIO
-        with child.log_path.open("ab") as log:
+        try:
+            child.log_path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have cleared it away meanwhile
+            log = child.log_path.open("ab")
+        except OSError as error:
+            raise StackError(f"the log {child.log_path} cannot be written: {error.strerror or error}") from None
+        with log:
             child.log_start = child.log_offset = log.seek(0, os.SEEK_END)
             child.log_rest = b""
             child.process = subprocess.Popen(

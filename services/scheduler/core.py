@@ -17,6 +17,7 @@ from rorqual.core.errors import (
     RETRY_AFTER_S,
     CapacityError,
     DeadlineExceededError,
+    InternalError,
     InvalidRequestError,
     NumericalFaultError,
     PreconditionError,
@@ -41,6 +42,7 @@ from .events import (
     Request,
     Tick,
 )
+from .executor_contract import CONTRACT_BROKEN, violation
 from .executor_state import ExecutorState, Plan
 from .isolation import Isolation, verdict
 from .kv_cache import blocks_for
@@ -73,6 +75,7 @@ class CoreConfig:
     max_num_batched_tokens: int = 0
     enable_prefix_caching: bool = True
     max_queue_len: int = 4096
+    priority_ageing_s: float = 30.0  # waiting so long makes a class better by one; 0: never
     max_batch_bytes: int = MAX_BATCH_BYTES  # of orders, encoded; one that is larger goes alone
     gather_until_s: float = 0.0  # after a restart: nothing is admitted before, so that all inventories are there
 
@@ -99,7 +102,7 @@ class SchedulerCore:
         self._streams: dict[int, Sequence] = {}
         self._by_request: dict[tuple[str, int], Sequence] = {}  # (request id, choice): attempts of one meet here
         self._running_by_priority: Counter[int] = Counter()
-        self._waiting = WaitingQueue()
+        self._waiting = WaitingQueue(config.priority_ageing_s)
         self._isolation = Isolation()
         self._drain = DrainRate()
         self._is_gathering = False
@@ -117,7 +120,11 @@ class SchedulerCore:
     # -- the outside ----------------------------------------------------------------------------------
 
     def handle(self, event: Event, now_s: float) -> Effects:
-        """Take in one event. PreconditionError for an executor that cannot join."""
+        """Take in one event. PreconditionError for an executor that cannot join.
+
+        InvalidRequestError (CONTRACT_BROKEN) for a report that no executor may make: its link is lost. What such an event
+        has brought about comes with the next.
+        """
         return self.handle_all((event,), now_s)
 
     def handle_all(self, events: Iterable[Event], now_s: float) -> Effects:
@@ -339,6 +346,9 @@ class SchedulerCore:
         executor = self._executors.get(report.link_id)
         if executor is None:
             return
+        if (broken := violation(executor, report)) is not None:
+            self._on_lost(report.link_id, is_its_own_fault=True)
+            raise InvalidRequestError(f"the executor broke the contract: {broken}", reason=CONTRACT_BROKEN)
         self._touched[report.link_id] = executor
         if report.computed_seq_ids or executor.hungry:
             self._capacity_version += 1
@@ -349,11 +359,11 @@ class SchedulerCore:
             seq = sequences.get(seq_id)
             if seq is not None and seq.state is State.RUNNING:
                 executor.note_computed(seq, num_computed)
-        for seq_id, message in report.faults:
+        for seq_id, reason, message in report.faults:
             if (seq := executor.owner(seq_id)) is not None:
                 executor.take_back_labels(seq)
             if (seq := sequences.get(seq_id)) is not None:
-                self._fail(seq, NumericalFaultError(message), is_gone=True)
+                self._fail(seq, _fault_error(reason, message), is_gone=True)
         logprobs = report.logprobs
         for seq_id, (_, of_prompt) in logprobs.items():
             if of_prompt and (seq := sequences.get(seq_id)) is not None:
@@ -507,7 +517,7 @@ class SchedulerCore:
             # Woken first: they come before what arrived after them.
             for executor in self._touched.values():
                 self._wake_followers(executor)
-            seq = self._waiting.peek()
+            seq = self._waiting.peek(self._now_s, self._best_running())
             if seq is None or not self._executors or seq.tried_at == self._capacity_version:
                 return
             if not self._place(seq):
@@ -632,7 +642,7 @@ class SchedulerCore:
             return
         seq.state = State.WAITING
         seq.tried_at = -1
-        self._waiting.push(seq)
+        self._waiting.push(seq, self._now_s)
 
     def _return_to_queue(self, seq: Sequence) -> None:
         seq.reset_admission()
@@ -749,9 +759,12 @@ class SchedulerCore:
         self._touched[executor.link_id] = executor
 
     def _note_running(self, seq: Sequence, change: int) -> None:
-        self._running_by_priority[seq.request.priority] += change
-        if not self._running_by_priority[seq.request.priority]:
-            del self._running_by_priority[seq.request.priority]
+        self._running_by_priority[seq.priority] += change
+        if not self._running_by_priority[seq.priority]:
+            del self._running_by_priority[seq.priority]
+
+    def _best_running(self) -> int | None:
+        return min(self._running_by_priority, default=None)
 
     def _num_running(self) -> int:
         return self._running_by_priority.total()
@@ -773,6 +786,15 @@ class SchedulerCore:
         assert State.ENDED not in states, "an ended stream is still open"
         assert len(self._waiting) == states.count(State.WAITING)
         assert len(self._parked) == states.count(State.PARKED)
+
+
+def _fault_error(reason: str, message: str) -> RorqualError:
+    """What a stream fails with where an executor ended its sequence (executor_pb2.SequenceFault)."""
+    if reason == "CONSTRAINT_TOO_COMPLEX":
+        return InvalidRequestError(message, reason=reason)
+    if reason in ("", NumericalFaultError.reason):
+        return NumericalFaultError(message)
+    return InternalError(message)
 
 
 def _not_newer(request_id: str, live: int, attempt: int) -> RorqualError:

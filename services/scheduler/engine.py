@@ -13,7 +13,7 @@ from opentelemetry.context import Context
 
 from rorqual.core.clock import Clock, SystemClock
 from rorqual.core.config import SchedulerConfig
-from rorqual.core.errors import RorqualError, UnavailableError
+from rorqual.core.errors import InvalidRequestError, RorqualError, UnavailableError
 from rorqual.rpc.light_sleep import LightSleep
 from rorqual.rpc.status import describe
 from rorqual.telemetry import Telemetry
@@ -21,13 +21,15 @@ from rorqual.v1 import executor_pb2, generation_pb2
 
 from .core import CoreConfig, Effects, SchedulerCore
 from .events import Cancel, Event, ExecutorConnected, ExecutorLost, Open, Tick
+from .executor_contract import spec_from_hello
 from .executor_state import ExecutorState
+from .expelled import Expelled
 from .metrics import CoreMetrics
 from .outbox import Outbox
 from .peer import Link, Peer
 from .stream_events import StreamEvent, StreamFailed, StreamFinished, StreamStarted, StreamTokens
 from .tracing import RequestTrace
-from .wire import reported_from_proto, request_from_proto, spec_from_hello
+from .wire import reported_from_proto, request_from_proto
 
 _log = logging.getLogger(__name__)
 
@@ -61,12 +63,14 @@ class Engine:
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 enable_prefix_caching=config.enable_prefix_caching,
                 max_queue_len=config.max_queue_len,
+                priority_ageing_s=config.priority_ageing_s,
                 gather_until_s=self.now_s() + config.restart_wait_s,
             )
         )
         self.on_num_answering: Callable[[int], None] = lambda _num: None
         self._streams: dict[int, _Stream] = {}
         self._links: dict[int, Link] = {}
+        self._expelled = Expelled()
         self._peers: set[Peer] = set()  # links, and sessions
         self._num_ids = 0
         self._deadline_timer: asyncio.TimerHandle | None = None
@@ -127,6 +131,10 @@ class Engine:
         if self._closing:
             raise UnavailableError("the scheduler is shutting down")
         spec = spec_from_hello(hello)
+        if (wait_s := self._expelled.wait_s(spec.executor_id, self.now_s())) > 0.0:
+            raise UnavailableError(
+                f"this executor broke the contract; it may connect again in {wait_s:.0f} s (the scheduler's log says how)"
+            )
         self._num_ids += 1
         link_id = self._num_ids
         for other in self._links.values():
@@ -170,7 +178,7 @@ class Engine:
         )
 
     def report(self, link: Link, proto: executor_pb2.Report) -> None:
-        """What an executor did. InvalidRequestError for columns that do not fit together."""
+        """What an executor did. InvalidRequestError for a report that breaks the contract: the link has ended then."""
         now_s = self.now_s()
         link.last_heard_s = now_s
         if proto.HasField("heartbeat"):
@@ -178,9 +186,25 @@ class Engine:
         if proto.num_steps:
             self._sleep.stir(len(self._streams))
         if link.link_id in self._links:
-            self._dispatch(self.core.handle(reported_from_proto(link.link_id, proto), now_s))
+            try:
+                effects = self.core.handle(reported_from_proto(link.link_id, proto), now_s)
+            except InvalidRequestError as error:
+                self._expel(link, error)
+                raise
+            self._dispatch(effects)
             if self.core.is_isolating:
                 self._arm_deadline()
+
+    def _expel(self, link: Link, error: InvalidRequestError) -> None:
+        """The link's executor broke the contract: its streams go on elsewhere, and it stays away for a while."""
+        self.unregister(link)
+        del self._links[link.link_id]
+        wait_s = self._expelled.add(link.name, self.now_s())
+        _log.error("executor %s: %s; its link is ended, and refused for %.0f s", link.name, _text(error), wait_s)
+        link.fail(error)
+        self._dispatch(self.core.handle(ExecutorLost(link.link_id, is_its_own_fault=True), self.now_s()))
+        self._arm_deadline()
+        self.on_num_answering(self.num_answering())
 
     def disconnect(self, link: Link) -> None:
         """The link ended, whoever ended it."""

@@ -21,6 +21,7 @@ class Request:
     sampling: object = None  # goes into Admit as it is
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
+    wants_logprobs: bool = False
     wants_prompt_logprobs: bool = False
     needs_known_tokens: bool = False  # penalties and grammars look at tokens of a cached prefix too
     has_grammar: bool = False
@@ -142,7 +143,7 @@ class Reported:
     num_computed_tokens: Sequence[int] = ()
     paused_seq_ids: Sequence[int] = ()
     logprobs: Mapping[int, tuple[list[Any], list[Any]]] = field(default_factory=dict)  # of tokens, of the prompt
-    faults: Sequence[tuple[int, str]] = ()
+    faults: Sequence[tuple[int, str, str]] = ()  # seq_id, reason, message
     num_steps: int = 0
     step_time_us: int = 0
 

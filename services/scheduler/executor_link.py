@@ -9,9 +9,9 @@ from rorqual.core.errors import InvalidRequestError
 from rorqual.v1 import executor_pb2, executor_pb2_grpc
 
 from .engine import Engine
+from .executor_contract import PROTOCOL_VERSION
 from .peer import Link
 from .rpc_calls import Context, on_done
-from .wire import PROTOCOL_VERSION
 
 
 class ExecutorLinkServicer(executor_pb2_grpc.ExecutorLinkServiceServicer):

@@ -123,6 +123,11 @@ class ExecutorState:
     def has_orders(self) -> bool:
         return bool(self._orders)
 
+    @property
+    def num_batches(self) -> int:
+        """That were taken."""
+        return self._orders.num_taken
+
     def take_batch(self, now_s: float) -> tuple[int, list[Order]] | None:
         """The next batch of orders and its number; None where none wait. What is too much for one is in the next."""
         batch = self._orders.take()
@@ -137,11 +142,7 @@ class ExecutorState:
 
         `of_group`: it belongs to the group that this executor is kept for.
         """
-        if (
-            self.is_held is not of_group
-            or self.num_running >= self.max_num_seqs
-            or self._is_closed_to(seq.request.priority)
-        ):
+        if self.is_held is not of_group or self.num_running >= self.max_num_seqs or self._is_closed_to(seq.priority):
             return None
         for group in self.cache.bounded:
             if group.num_short(seq.max_blocks) > 0:
@@ -230,7 +231,7 @@ class ExecutorState:
         """Whether a newcomer of that class would only wait here, or take a block that one as good as it needs."""
         if self.has_backlog and any(other <= priority for other in self._num_prefilling):
             return True
-        return any(seq.request.priority <= priority for seq in self.hungry.values())
+        return any(seq.priority <= priority for seq in self.hungry.values())
 
     @staticmethod
     def _num_sharable(seq: Sequence) -> int:
@@ -256,10 +257,10 @@ class ExecutorState:
 
         None need leave where only `hungry` ones of a lower class keep the door shut.
         """
-        priority = seq.request.priority
-        if self._is_closed_to(priority) or not any(p > priority for p in self._num_by_priority):
+        priority = seq.request.priority  # not what waiting has made of it: that lets in, and displaces nobody
+        if self._is_closed_to(seq.priority) or not any(p > priority for p in self._num_by_priority):
             return None
-        lower = [s for s in self.sequences.values() if s.state is State.RUNNING and s.request.priority > priority]
+        lower = [s for s in self.sequences.values() if s.state is State.RUNNING and s.priority > priority]
         lower.sort(key=lambda s: s.rank, reverse=True)
         short = [
             self._num_short(seq, self.cache.num_matched(seq.hashes, self._num_sharable(seq))),
@@ -293,6 +294,7 @@ class ExecutorState:
         seq.state = State.RUNNING
         seq.executor = self
         seq.seq_id = seq_id
+        seq.granted_total = seq.max_total
         seq.tables, seq.shares = tables, shares
         seq.prefill_end = seq.num_tokens
         seq.num_sent = seq.num_computed = seq.num_tokens - 1 if plan.copy_from else num_cached * BLOCK_SIZE
@@ -300,12 +302,12 @@ class ExecutorState:
         self._set_limit(seq, ahead)
         self.sequences[seq_id] = seq
         self.num_running += 1
-        self._num_by_priority[request.priority] += 1
+        self._num_by_priority[seq.priority] += 1
         if seq.hashes:
             self.new_first_blocks.append(seq.hashes[0])
         for i in range(num_cached, seq.num_tokens // BLOCK_SIZE):
             self._computing.setdefault(seq.hashes[i], seq)
-        self._num_prefilling[request.priority] += 1
+        self._num_prefilling[seq.priority] += 1
         self._backlog += min(seq.num_unsent, self.room)
         self._prefill.add(seq)
         self._orders.append(
@@ -364,7 +366,7 @@ class ExecutorState:
             self._orders.append(Prefill(seq.seq_id, start, end, bytes(seq.history[4 * start : 4 * end])))
 
     def _note_all_sent(self, seq: Sequence) -> None:
-        priority = seq.request.priority
+        priority = seq.priority
         self._num_prefilling[priority] -= 1
         if not self._num_prefilling[priority]:
             del self._num_prefilling[priority]
@@ -510,9 +512,9 @@ class ExecutorState:
             del self._siblings[seq.request.request_id]
         del self.sequences[seq.seq_id]
         self.num_running -= 1
-        self._num_by_priority[seq.request.priority] -= 1
-        if not self._num_by_priority[seq.request.priority]:
-            del self._num_by_priority[seq.request.priority]
+        self._num_by_priority[seq.priority] -= 1
+        if not self._num_by_priority[seq.priority]:
+            del self._num_by_priority[seq.priority]
 
     def drop(self, seq: Sequence) -> None:
         """Order `seq` out. Its blocks may be handed out again at once, since orders are applied in order."""

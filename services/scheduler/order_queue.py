@@ -36,13 +36,13 @@ class OrderQueue:
     after what was ordered before may be in another batch: chunks and extensions after their Admit, a Drop after all.
     """
 
-    __slots__ = ("_batches", "_most_bytes", "_num_bytes", "_num_taken")
+    __slots__ = ("_batches", "_most_bytes", "_num_bytes", "num_taken")
 
     def __init__(self, most_bytes: int = MAX_BATCH_BYTES) -> None:
         self._most_bytes = most_bytes
         self._batches: deque[list[Order]] = deque()
         self._num_bytes = 0  # of the last one
-        self._num_taken = 0
+        self.num_taken = 0
 
     def __bool__(self) -> bool:
         return bool(self._batches)
@@ -56,7 +56,7 @@ class OrderQueue:
             self._num_bytes = 0
         self._batches[-1].append(order)
         self._num_bytes += size
-        return self._num_taken + len(self._batches)
+        return self.num_taken + len(self._batches)
 
     def label(self, group_idx: int, block_id: int, block_hash: bytes) -> None:
         """A Label, or one block more in the one that the last batch ends with."""
@@ -75,5 +75,5 @@ class OrderQueue:
         """The next batch and its number: 1, 2, 3 …; None where no order waits."""
         if not self._batches:
             return None
-        self._num_taken += 1
-        return self._num_taken, self._batches.popleft()
+        self.num_taken += 1
+        return self.num_taken, self._batches.popleft()

@@ -7,8 +7,8 @@ import asyncio
 from .stream_events import StreamEvent, StreamFailed, StreamTokens
 
 _EVENT_BYTES = 64
-_ENTRY_BYTES = 16
-"""What an entry may have beyond the first one, and its tag and length."""
+_ENTRY_BYTES = 216
+"""Of a token's log-probabilities, with 21 alternatives."""
 _MOST_EVENTS = 4096
 """In one frame; the rest goes into the next."""
 MAX_FRAME_BYTES = 16 << 20
@@ -84,11 +84,7 @@ def _num_in_frame(events: list[tuple[int, StreamEvent]]) -> int:
     for i, (_, event) in enumerate(events[:_MOST_EVENTS]):
         if isinstance(event, StreamTokens):
             num_bytes += len(event.token_ids) + _EVENT_BYTES
-            for entries in (event.logprobs, event.prompt_logprobs):
-                # Those of one stream have about as many alternatives each, except for one more where the token is not
-                # among them.
-                if entries:
-                    num_bytes += len(entries) * (max(entries[0].ByteSize(), entries[-1].ByteSize()) + _ENTRY_BYTES)
+            num_bytes += _ENTRY_BYTES * (len(event.logprobs or ()) + len(event.prompt_logprobs or ()))
         elif isinstance(event, StreamFailed):
             num_bytes += 4 * len(event.error.message) + 1024
         else:

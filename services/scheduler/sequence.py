@@ -40,6 +40,7 @@ class Sequence:
         "chain_broken",
         "executor",
         "extend_at",
+        "granted_total",
         "hashes",
         "history",
         "is_new",
@@ -55,12 +56,13 @@ class Sequence:
         "num_sent",
         "num_tokens",
         "prefill_end",
+        "priority",
         "prompt_logprobs",
         "prompt_logprobs_delivered",
         "queue_ticket",
         "queue_time_us",
+        "queued_s",
         "queued_work",
-        "rank",
         "request",
         "scores_prompt_only",
         "seq_id",
@@ -83,7 +85,8 @@ class Sequence:
         self.num_tokens = len(token_ids) // 4
         self.arrival = arrival
         self.arrival_s = arrival_s
-        self.rank = (request.priority, arrival)  # smaller runs first and is preempted last
+        self.priority = request.priority  # its class; waiting makes it better, while it is in the queue
+        self.queued_s = arrival_s  # when it came into the queue last
         self.is_new = not request.is_resume
         self.state = State.WAITING
         self.queue_ticket = 0
@@ -113,6 +116,7 @@ class Sequence:
         self.tables: BlockTables = []
         self.shares: list[Share] = []  # of windows and states: what it holds of their tables
         self.limit = 0
+        self.granted_total = 0  # the executor ends it when its history is this long
         self.num_ahead = 0  # blocks granted beyond those that its history fills, when that was last counted
         self.extend_at = NEVER  # more blocks are granted when the history is this long
         self.next_check = NEVER  # nothing but appending is to be done before the history is this long
@@ -124,6 +128,11 @@ class Sequence:
         self.chain_broken = False  # another's block has the label: this copy's children get none
         if not self.prompt_logprobs_delivered:
             self.prompt_logprobs = []  # those of a broken prefill are computed again
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Smaller runs first and is preempted last."""
+        return self.priority, self.arrival
 
     @property
     def num_generated(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ from rorqual.telemetry import (
 )
 from rorqual.v1 import common_pb2, text_pb2
 
+from .abandon import abandoned_by, check_wanted
 from .checkpoint import TextCheckpoint
 from .choice import ChoiceRules
 from .conversation import may_call
@@ -61,6 +63,12 @@ T = TypeVar("T")
 
 MAX_PREPARING = 4096
 """Requests being rendered and encoded, or waiting for it; further ones are refused."""
+
+MAX_TEXTS = 256
+"""Texts being encoded or decoded for no answer, or waiting for it; further ones are refused."""
+
+_TEXT_LIMITS = {"characters": (1 << 20, 16), "bytes": (4 << 20, 64), "tokens": (1 << 18, 4)}
+"""Of such a text: (what is taken in any case, how many times the model's length is)."""
 
 SHORT_BYTES = 1024
 SHORT_ALONE_BYTES = 8 * 1024
@@ -103,7 +111,9 @@ class TextEngine:
         self._tracer = telemetry.tracer
         self._clock = clock
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="encode")
+        self._text_pool = ThreadPoolExecutor(1, thread_name_prefix="text")
         self._num_preparing = 0
+        self._num_texts = 0
         self._turn_s = 0.0  # what short prompts took in this turn of the event loop
         self._num_output_tokens = 0
         self._prompt_tokens = telemetry.metric("tokenizer_prompt_tokens_total")
@@ -116,6 +126,7 @@ class TextEngine:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._text_pool.shutdown(wait=False, cancel_futures=True)
 
     def on_frame(self) -> None:
         """Counts are brought up to date once for each frame of the scheduler."""
@@ -165,15 +176,41 @@ class TextEngine:
         """TOKEN_OUT_OF_RANGE for an id that the model does not have."""
         check_token_ids(field, token_ids, self._vocab_size)
 
-    async def in_pool(self, work: Callable[[], T], pool: ThreadPoolExecutor | None = None) -> T:
-        """Run `work` off the event loop. QUEUE_FULL where too many are waiting for that."""
+    async def in_pool(self, work: Callable[[], T]) -> T:
+        """Run a prompt's `work` off the event loop. QUEUE_FULL where too many are waiting for that.
+
+        Cancelled, it does not begin, or ends with its next slice.
+        """
         if self._num_preparing >= MAX_PREPARING:
             raise QueueFullError(f"{MAX_PREPARING} prompts are being encoded already; try again later")
         self._num_preparing += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(pool or self._pool, work)
+            return await _in_thread(self._pool, work)
         finally:
             self._num_preparing -= 1
+
+    async def in_text_pool(self, work: Callable[[], T]) -> T:
+        """As `in_pool`, for texts that are encoded or decoded without an answer: no prompt waits behind them."""
+        if self._num_texts >= MAX_TEXTS:
+            raise QueueFullError(f"{MAX_TEXTS} texts are being encoded or decoded already; try again later")
+        self._num_texts += 1
+        try:
+            return await _in_thread(self._text_pool, work)
+        finally:
+            self._num_texts -= 1
+
+    def check_text(self, num: int, *, unit: str, field: str) -> None:
+        """TEXT_TOO_LONG for a text of `num` characters, or so many tokens, that is not for an answer."""
+        least, factor = _TEXT_LIMITS[unit]
+        limit = max(least, factor * self.max_model_len)
+        if num > limit:
+            raise InvalidRequestError(
+                f"{field} has {num} {unit}; at most {limit} are taken ({factor} times the model's length of "
+                f"{self.max_model_len}, and {least} at least): send it in parts",
+                reason="TEXT_TOO_LONG",
+                field=field,
+                metadata={"num": str(num), "limit": str(limit), "max_model_len": str(self.max_model_len)},
+            )
 
     def now_unix_s(self) -> int:
         return int(self._clock.time_s())
@@ -270,9 +307,15 @@ class TextEngine:
         self._render_seconds.observe(time.perf_counter() - began_s)
         return prompt
 
+    def check_chat(self, request: text_pb2.ChatRequest, *, field: str) -> None:
+        """TEXT_TOO_LONG for a chat that is rendered without an answer, and is longer than may be encoded."""
+        self.check_text(request.ByteSize(), unit="bytes", field=field)
+
     def render_chat(self, request: text_pb2.ChatRequest, time_unix_s: int) -> Prompt:
-        """The prompt that `start` would send. In the pool."""
-        return self.builder.chat(request, time_unix_s=time_unix_s, constrains=self.can_constrain)
+        """The prompt that `start` would send. In the texts' pool. TEXT_TOO_LONG where a template makes one of it."""
+        rendered = self.builder.render(request, time_unix_s=time_unix_s, constrains=self.can_constrain)
+        self.check_text(rendered.num_chars, unit="characters", field="messages")
+        return self.builder.encode(rendered)
 
     def _check_length(self, num_chars: int, *, field: str) -> None:
         """PROMPT_TOO_LONG for a text that cannot fit, whatever it says: encoding megabytes takes a minute of a thread."""
@@ -483,6 +526,22 @@ class TextEngine:
             elif stats.cancelled:
                 span.set_status(Status(StatusCode.ERROR, "CANCELLED"))
         span.end()
+
+
+async def _in_thread(pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+    """What `work` returns or raises in `pool`. Cancelled, it is told that nobody waits for it."""
+    gone = threading.Event()
+
+    def run() -> T:
+        with abandoned_by(gone):
+            check_wanted()
+            return work()
+
+    try:
+        return await asyncio.get_running_loop().run_in_executor(pool, run)
+    except asyncio.CancelledError:
+        gone.set()
+        raise
 
 
 def _unsupported(message: str, *, field: str) -> InvalidRequestError:

@@ -94,7 +94,7 @@ async def chain(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sourc
     )
     text_port = await app.start()
     try:
-        async with running_gateway(f"127.0.0.1:{text_port}") as http:
+        async with running_gateway(f"127.0.0.1:{text_port}", best_priority=-(2**31)) as http:
             yield Source(http, scheduler)
     finally:
         await app.stop(0)

@@ -55,11 +55,15 @@ def test_an_attacker_that_is_stopped_is_noticed(target: Target, innocents: Innoc
 
 def test_a_death_and_an_innocent_that_failed_are_noticed(target: Target) -> None:
     class Witness:
-        """Innocents that have seen a stream end early."""
+        """Innocents that have seen a stream end early, and are served again after that."""
+
+        def __init__(self) -> None:
+            self._failures = [[], ["the stream ended without [DONE]"]]  # before the attack, and by its end
 
         def take(self) -> dict[str, Any]:
-            waits = {"gap_ms": 7000.0, "first_ms": 0.0, "short_ms": 0.0}
-            return {"whole": 1, "failures": ["the stream ended without [DONE]"], "num_failures": 1, **waits}
+            failures = self._failures.pop(0) if self._failures else []
+            waits = {"hangs_ms": 0.0, "gap_ms": 7000.0, "first_ms": 0.0, "short_ms": 0.0}
+            return {"whole": 1, "failures": failures, **waits}
 
     class Losing:
         """A stack whose executor is another each time one looks."""
