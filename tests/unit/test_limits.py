@@ -112,11 +112,11 @@ def completion_of(body: Any) -> text_pb2.TextOptions:
 
 
 def response_of(body: Any) -> text_pb2.TextOptions:
-    return chat_of(response_request.chat_body(body)[0])
+    return chat_of(response_request.chat_body(body, response_request.read_tools(body))[0])
 
 
 def message_of(body: Any) -> text_pb2.TextOptions:
-    return chat_of(message_request.chat_body(body)[0])
+    return chat_of(message_request.chat_body(body, [])[0])
 
 
 TURN = [{"role": "user", "content": "hi"}]
