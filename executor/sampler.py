@@ -96,7 +96,7 @@ def check_sampling(spec: SamplingSpec) -> None:
             raise SequenceError(f"{name} must be a finite number, got {value}")
         if abs(value) > _MOST_CHANGE and ("penalty" in name or "bias" in name):
             raise SequenceError(f"{name} must be within {_MOST_CHANGE:g} of 0, got {value}")
-    for name, value, is_right, right in (
+    for name, given, is_right, right in (
         ("temperature", spec.temperature, spec.temperature >= 0, "at least 0"),
         ("top_p", spec.top_p, 0 <= spec.top_p <= 1, "in [0, 1]"),
         ("min_p", spec.min_p, 0 <= spec.min_p <= 1, "in [0, 1]"),
@@ -115,7 +115,7 @@ def check_sampling(spec: SamplingSpec) -> None:
         ),
     ):
         if not is_right:
-            raise SequenceError(f"{name} must be {right}, got {value}")
+            raise SequenceError(f"{name} must be {right}, got {given}")
 
 
 class LogitAdjuster:
