@@ -54,12 +54,14 @@ async def give_back_memory(
     A refused request lies in a cycle (error, traceback, frame), and with `collect_seldom` that may keep megabytes of it for
     hours; what is freed after that stays with the C library.
     """
-    floor = resident_bytes()
+    floor = idle_floor = resident_bytes()
     while True:
         await asyncio.sleep(interval_s)
-        now = resident_bytes()
-        if now > floor + growth_bytes:
-            collect(whole=is_idle())
+        now, idle = resident_bytes(), is_idle()
+        if now > (idle_floor if idle else floor) + growth_bytes:
+            collect(whole=idle)
             await asyncio.to_thread(trim)
-            floor = resident_bytes()
-        floor = min(floor, now)
+            floor = now = resident_bytes()
+            if idle:
+                idle_floor = now
+        floor, idle_floor = min(floor, now), min(idle_floor, now)
