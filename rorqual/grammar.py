@@ -52,7 +52,7 @@ _COST_WORDS = ("fuel", "too large", "too complex", "TooComplex", "limits.")
 # White space between the tokens of a JSON text: a blank, or a line with its indent; never an endless run.
 _JSON_OPTIONS = {"whitespace_pattern": r"( |\n[ \t]{0,24})"}
 
-_ANY_NAME = ({"type": "string"}, {}, True)  # the schemas that every name of a property meets
+_ANY_NAME: tuple[Any, ...] = ({"type": "string"}, {}, True)  # the schemas that every name of a property meets
 _VALUES = frozenset(("const", "default", "enum", "examples"))  # keywords of JSON Schema whose value is data
 _SCHEMAS_BY_NAME = frozenset(("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"))
 
