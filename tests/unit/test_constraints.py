@@ -7,6 +7,8 @@ import itertools
 import json
 import random
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -367,3 +369,30 @@ def test_costly_regexes_end_in_time(engine: GrammarEngine) -> None:
         with contextlib.suppress(InvalidRequestError):
             compile_constraint(text_pb2.Constraint(regex=pattern), engine)
         assert time.process_time() - began_s < 10
+
+
+_LONG_CHAIN = """
+import numpy as np
+from pathlib import Path
+from executor.constraint import Constraints, GrammarSpec
+from rorqual.grammar import open_engine, written_grammar
+
+rules = "".join(f'r{i}: "x" r{i + 1} | "a"\\n' for i in range(8000))
+engine = open_engine(Path("models/tiny"), 8192)
+constraint = Constraints(engine, 8192).begin(GrammarSpec(written_grammar(f'start: r0\\n{rules}r8000: "b"')), (1,), 0)
+error = constraint._future.exception(60)
+if error is None:  # the engine takes it: then it is followed, too
+    for _ in range(3):
+        words = constraint.allowed(0)
+        bits = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        constraint.observe([int(bits[-1])])
+print(constraint.is_ready, type(error).__name__)
+"""
+
+
+def test_a_long_chain_of_rules_does_not_overflow_the_stack() -> None:
+    """On a thread of the usual size some 3,000 rules do, and the process ends."""
+    root = FOLDER.parents[1]
+    done = subprocess.run([sys.executable, "-c", _LONG_CHAIN], check=False, cwd=root, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-500:]
+    assert done.stdout.startswith(b"True ")
