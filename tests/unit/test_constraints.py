@@ -221,6 +221,10 @@ def test_every_public_member_is_asked() -> None:
     assert {name for name in dir(constraint) if not name.startswith("_")} == set(ASK)
 
 
+class Panic(BaseException):
+    """As the engine's, which is no Exception."""
+
+
 class Exclusive:
     """A matcher that may not be used by two threads at once, and says that somebody did."""
 
@@ -262,9 +266,10 @@ def test_who_asks_waits_for_the_worker(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["compute_bitmask", "consume_token", "is_stopped", "is_error"])
 @pytest.mark.parametrize("prepared", [True, False])
-def test_an_engine_that_fails_fails_its_constraint(name: str, prepared: bool) -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, Panic])
+def test_an_engine_that_fails_fails_its_constraint(name: str, prepared: bool, kind: type[BaseException]) -> None:
     def fail(*args: object) -> None:
-        raise RuntimeError("secret")
+        raise kind("secret")
 
     matcher = Exclusive()
     matcher.may_end.set()
@@ -276,7 +281,22 @@ def test_an_engine_that_fails_fails_its_constraint(name: str, prepared: bool) ->
     constraint.observe([7])
     assert not constraint.has_ended
     assert constraint.allowed(1) is None
-    assert constraint.error == "the grammar engine failed (RuntimeError)"
+    assert constraint.error == f"the grammar engine failed ({kind.__name__})"
+    assert constraint.reason == "INTERNAL"
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, Panic])
+def test_an_engine_that_fails_to_compile_fails_its_constraint(kind: type[BaseException]) -> None:
+    def compile(text: str) -> None:
+        raise kind("secret")
+
+    constraints = Constraints(SimpleNamespace(end_id=0, compile=compile), VOCAB)  # type: ignore[arg-type]
+    for _ in range(2):  # the text is tried again for those who come later
+        constraint = constraints.begin(GrammarSpec("x"), (END,), 0)
+        constraint._future.exception(timeout=30)
+        assert constraint.allowed(0) is None
+        assert constraint.error == f"the grammar could not be compiled ({kind.__name__})"
+        assert constraint.reason == "INTERNAL"
 
 
 def test_a_history_that_does_not_fit_is_a_fault(engine: GrammarEngine) -> None:
