@@ -105,7 +105,7 @@ class OwnedMatcher:
             return otherwise
         try:
             return question(matcher)
-        except Exception as error:
+        except BaseException as error:  # a panic of the engine is no Exception
             self.error = _engine_failed(error)
             return otherwise
 
@@ -224,7 +224,7 @@ class Constraint:
                 self._matcher = OwnedMatcher(self._future.result())
             except GrammarError as error:
                 self._fail(f"the grammar cannot be compiled: {error}")
-            except Exception as error:
+            except BaseException as error:
                 self._fail(f"the grammar could not be compiled ({type(error).__name__})", INTERNAL)
         ids, self._waiting = self._waiting, []
         for token_id in ids:
@@ -333,7 +333,7 @@ class _Compiler:
     def _compile(self, text: str) -> None:
         """For all who wait for it, those too who come while it is compiled."""
         is_tried = self._trial is None
-        error: Exception | None = None
+        error: BaseException | None = None
         while True:
             with self._lock:
                 if not self._waiting[text]:
@@ -349,7 +349,7 @@ class _Compiler:
                         self._trial(text)
                         is_tried = True
                     matcher = self._engine.compile(text)
-                except Exception as caught:
+                except BaseException as caught:  # a panic of the engine is no Exception, and somebody waits
                     error = caught
             if matcher is not None:
                 future.set_result(matcher)

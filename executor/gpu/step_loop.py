@@ -65,12 +65,12 @@ class GpuStepLoop(OrderLoop):
             if not chunks and not self._decode.num_rows:
                 return
         started_s = self._monotonic_s()
-        if not self._in_flight:
-            self._step_started_s = started_s
         num_compute = self._decode.num_rows
         chunks = [chunk for chunk in chunks if not chunk.joins or self._join(chunk.sequence)]
         if not chunks and not num_compute:
             return
+        if not self._in_flight:
+            self._step_started_s = started_s
         if is_constrained:
             self._constraints.prepare(self._engine.constraints)
         step = self._engine.launch(chunks, num_compute)

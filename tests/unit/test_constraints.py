@@ -7,6 +7,8 @@ import itertools
 import json
 import random
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -225,6 +227,10 @@ def test_every_public_member_is_asked() -> None:
     assert {name for name in dir(constraint) if not name.startswith("_")} == set(ASK)
 
 
+class Panic(BaseException):
+    """As the engine's, which is no Exception."""
+
+
 class Exclusive:
     """A matcher that may not be used by two threads at once, and says that somebody did."""
 
@@ -266,9 +272,10 @@ def test_who_asks_waits_for_the_worker(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["compute_bitmask", "consume_token", "is_stopped", "is_error"])
 @pytest.mark.parametrize("prepared", [True, False])
-def test_an_engine_that_fails_fails_its_constraint(name: str, prepared: bool) -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, Panic])
+def test_an_engine_that_fails_fails_its_constraint(name: str, prepared: bool, kind: type[BaseException]) -> None:
     def fail(*args: object) -> None:
-        raise RuntimeError("secret")
+        raise kind("secret")
 
     matcher = Exclusive()
     matcher.may_end.set()
@@ -280,7 +287,22 @@ def test_an_engine_that_fails_fails_its_constraint(name: str, prepared: bool) ->
     constraint.observe([7])
     assert not constraint.has_ended
     assert constraint.allowed(1) is None
-    assert constraint.error == "the grammar engine failed (RuntimeError)"
+    assert constraint.error == f"the grammar engine failed ({kind.__name__})"
+    assert constraint.reason == "INTERNAL"
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, Panic])
+def test_an_engine_that_fails_to_compile_fails_its_constraint(kind: type[BaseException]) -> None:
+    def compile(text: str) -> None:
+        raise kind("secret")
+
+    constraints = Constraints(SimpleNamespace(end_id=0, compile=compile), VOCAB)  # type: ignore[arg-type]
+    for _ in range(2):  # the text is tried again for those who come later
+        constraint = constraints.begin(GrammarSpec("x"), (END,), 0)
+        constraint._future.exception(timeout=30)
+        assert constraint.allowed(0) is None
+        assert constraint.error == f"the grammar could not be compiled ({kind.__name__})"
+        assert constraint.reason == "INTERNAL"
 
 
 def test_a_history_that_does_not_fit_is_a_fault(engine: GrammarEngine) -> None:
@@ -393,3 +415,30 @@ def test_costly_regexes_end_in_time(engine: GrammarEngine) -> None:
         with contextlib.suppress(InvalidRequestError):
             compile_constraint(text_pb2.Constraint(regex=pattern), engine)
         assert time.process_time() - began_s < 10
+
+
+_LONG_CHAIN = """
+import numpy as np
+from pathlib import Path
+from executor.constraint import Constraints, GrammarSpec
+from rorqual.grammar import open_engine, written_grammar
+
+rules = "".join(f'r{i}: "x" r{i + 1} | "a"\\n' for i in range(8000))
+engine = open_engine(Path("models/tiny"), 8192)
+constraint = Constraints(engine, 8192).begin(GrammarSpec(written_grammar(f'start: r0\\n{rules}r8000: "b"')), (1,), 0)
+error = constraint._future.exception(60)
+if error is None:  # the engine takes it: then it is followed, too
+    for _ in range(3):
+        words = constraint.allowed(0)
+        bits = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        constraint.observe([int(bits[-1])])
+print(constraint.is_ready, type(error).__name__)
+"""
+
+
+def test_a_long_chain_of_rules_does_not_overflow_the_stack() -> None:
+    """On a thread of the usual size some 3,000 rules do, and the process ends."""
+    root = FOLDER.parents[1]
+    done = subprocess.run([sys.executable, "-c", _LONG_CHAIN], check=False, cwd=root, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-500:]
+    assert done.stdout.startswith(b"True ")

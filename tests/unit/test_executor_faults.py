@@ -104,6 +104,14 @@ def test_its_joining_of_the_decode_set(d: Any, monkeypatch: pytest.MonkeyPatch) 
     assert (bad.reason, bad.token_ids) == ("INTERNAL", [])
 
 
+def test_a_step_that_nobody_is_left_for_does_not_run(d: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails_for(monkeypatch, d.loop._rows, "add", of_bad)
+    d.order(admit(BAD, [1, 2], [0]), prefill(BAD, [1, 2]))
+    d.run()
+    assert d.report()[BAD].fault
+    assert d.loop.step_running_us() == 0
+
+
 def test_its_joining_after_a_pause(d: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, other = list(range(60)), list(range(10))
     d.order(admit(5, prompt, [8], limit=62, max_total=90), prefill(5, prompt))

@@ -36,7 +36,7 @@ with torch.inference_mode():
 
 @pytest.mark.skipif(not packs(torch.float32), reason="this CPU's products are not oneDNN's")
 def test_products_of_many_sizes_are_not_all_kept() -> None:
-    done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", _SCRIPT], check=False, capture_output=True, text=True, timeout=120)
     if "mallinfo2" in done.stderr:
         pytest.skip("this C library does not say what is in use")
     assert done.returncode == 0, done.stderr
