@@ -136,12 +136,24 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="session")
 def stack(served_model: ServedModel, collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The four processes, ready: `url`, `text_address`, `scheduler_address`, `pids` (see rorqual.launch.Stack)."""
+    """The four processes with their defaults, ready: `url`, `text_address`, `scheduler_address`, `pids` (see
+    rorqual.launch.Stack). Two runs of one request may differ here: a test that compares them takes `equal_stack`."""
+    yield from _run_stack(served_model, tmp_path_factory, otlp_endpoint=collector.endpoint)
+
+
+@pytest.fixture(scope="session", params=["float32", "bfloat16"])
+def equal_stack(
+    request: pytest.FixtureRequest, served_model: ServedModel, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
+    """`stack` with --deterministic, in each dtype whatever the CPU would choose: equal requests get equal tokens."""
+    yield from _run_stack(served_model, tmp_path_factory, deterministic=True, dtype=request.param)
+
+
+def _run_stack(model: ServedModel, folders: pytest.TempPathFactory, **settings: Any) -> Iterator[Any]:
     from rorqual.launch import Stack, make_plan
 
-    settings = {"model": served_model.path, **served_model.settings}
-    settings |= {"port": 0, "otlp_endpoint": collector.endpoint, "served_model_name": "tiny"}
-    stack = Stack(make_plan(settings), log_dir=tmp_path_factory.mktemp("logs"))
+    settings = {"model": model.path, **model.settings, "port": 0, "served_model_name": "tiny", **settings}
+    stack = Stack(make_plan(settings), log_dir=folders.mktemp("logs"))
     stack.start(timeout_s=120)
     yield stack
     stack.stop()

@@ -39,6 +39,13 @@ def check_options(options: text_pb2.TextOptions) -> None:
     """InvalidRequestError for a number or string of a TextService request outside its bounds, sampling among them."""
     _check_numbers(options, ("max_tokens", "num_choices", "priority", "attempt", "time_left_us"))
     _check_strings(options, ("request_id", "model", "cache_salt"))
+    if options.HasField("cache_salt") and not options.cache_salt:
+        # Who sends one wants a cache apart; without one it would be shared with all who send none.
+        raise InvalidRequestError(
+            "cache_salt must not be empty: leave it out to share cached prefixes",
+            reason=INVALID_SAMPLING,
+            field="cache_salt",
+        )
     _check_trace(options.trace)
     check_sampling(options.sampling)
     _check_min_tokens(options)

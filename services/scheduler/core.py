@@ -16,7 +16,6 @@ from rorqual.core.errors import (
     CapacityError,
     DeadlineExceededError,
     InvalidRequestError,
-    NumericalFaultError,
     PreconditionError,
     PromptTooLongError,
     RorqualError,
@@ -45,7 +44,7 @@ from .orders import Order
 from .placement import Placed, Placement, cheapest_of
 from .prefix_memory import PrefixMemory
 from .queue_share import QueueShare
-from .refusals import not_newer, too_late, too_many_wait
+from .refusals import fault_error, not_newer, too_late, too_many_wait
 from .sequence import Sequence, State
 from .stats import CoreStats, Occupancy
 from .stream_events import (
@@ -341,11 +340,11 @@ class SchedulerCore:
             seq = sequences.get(seq_id)
             if seq is not None and seq.state is State.RUNNING:
                 executor.note_computed(seq, num_computed)
-        for seq_id, message in report.faults:
+        for seq_id, reason, message in report.faults:
             if (seq := executor.owner(seq_id)) is not None:
                 executor.take_back_labels(seq)
             if (seq := sequences.get(seq_id)) is not None:
-                self._fail(seq, NumericalFaultError(message), is_gone=True)
+                self._fail(seq, fault_error(reason, message), is_gone=True)
         logprobs = report.logprobs
         for seq_id, (_, of_prompt) in logprobs.items():
             if of_prompt and (seq := sequences.get(seq_id)) is not None:

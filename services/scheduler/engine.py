@@ -14,7 +14,6 @@ from opentelemetry.context import Context
 from rorqual.core.clock import Clock, SystemClock
 from rorqual.core.config import SchedulerConfig
 from rorqual.core.errors import InternalError, InvalidRequestError, RorqualError, UnavailableError
-from rorqual.core.garbage import IdleTrim
 from rorqual.rpc.light_sleep import LightSleep
 from rorqual.rpc.status import describe
 from rorqual.telemetry import Telemetry
@@ -77,11 +76,15 @@ class Engine:
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._closing = False
         self._sleep = LightSleep()
-        self._trim = IdleTrim()
 
     @property
     def peer_timeout_s(self) -> float:
         return self._peer_timeout_s
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no stream."""
+        return not self._streams
 
     def now_s(self) -> float:
         return self._clock.monotonic_s()
@@ -255,7 +258,6 @@ class Engine:
 
     async def run(self) -> None:
         """Heartbeats, peers that fell silent, and metrics, each second."""
-        last_id = self._num_ids
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             now_s = self.now_s()
@@ -264,8 +266,6 @@ class Engine:
                 self._check_silence(peer, now_s)
             self.on_num_answering(self.num_answering())
             self.update_metrics()
-            self._trim.note(is_busy=bool(self._streams) or self._num_ids != last_id, now_s=now_s)
-            last_id = self._num_ids
 
     def _check_silence(self, peer: Peer, now_s: float) -> None:
         silent_s = now_s - peer.last_heard_s

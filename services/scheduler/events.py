@@ -144,7 +144,7 @@ class Reported:
     num_computed_tokens: Sequence[int] = ()
     paused_seq_ids: Sequence[int] = ()
     logprobs: Mapping[int, tuple[list[Any], list[Any]]] = field(default_factory=dict)  # of tokens, of the prompt
-    faults: Sequence[tuple[int, str]] = ()
+    faults: Sequence[tuple[int, str, str]] = ()  # seq_id, reason, message
     num_steps: int = 0
     step_time_us: int = 0
 

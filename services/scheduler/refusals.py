@@ -1,4 +1,4 @@
-"""Refusals of a request that is no fault of the executors: of a queue that is too long, or of an attempt that came late."""
+"""What a stream ends with that is refused or that an executor gave up: the errors, with their figures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from rorqual.core.errors import (
     DEADLINE_UNREACHABLE,
     RETRY_AFTER_S,
     DeadlineExceededError,
+    InternalError,
     InvalidRequestError,
+    NumericalFaultError,
     QueueFullError,
     RorqualError,
     SupersededError,
@@ -55,3 +57,12 @@ def not_newer(request_id: str, live: int, attempt: int) -> RorqualError:
         reason="DUPLICATE_REQUEST_ID",
         field="request_id",
     )
+
+
+def fault_error(reason: str, message: str) -> RorqualError:
+    """What a stream fails with where an executor ended its sequence (executor_pb2.SequenceFault)."""
+    if reason == "CONSTRAINT_TOO_COMPLEX":
+        return InvalidRequestError(message, reason=reason)
+    if reason in ("", NumericalFaultError.reason):
+        return NumericalFaultError(message)
+    return InternalError(message)

@@ -211,7 +211,7 @@ def reported_from_proto(link_id: int, report: executor_pb2.Report) -> Reported:
         num_computed_tokens=num_computed,
         paused_seq_ids=_column("Q", report.paused_seq_ids),
         logprobs={lp.seq_id: (list(lp.logprobs), list(lp.prompt_logprobs)) for lp in report.logprobs},
-        faults=[(fault.seq_id, fault.message[:MAX_FAULT_CHARS]) for fault in report.faults],
+        faults=[(fault.seq_id, fault.reason, fault.message[:MAX_FAULT_CHARS]) for fault in report.faults],
         num_steps=report.num_steps,
         step_time_us=report.step_time_us,
     )

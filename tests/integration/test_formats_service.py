@@ -222,12 +222,15 @@ async def test_an_answer_that_ends_inside_a_call(format_name: str) -> None:
             for call in heard.calls.get(0, {}).values():
                 assert '{"city": "Paris"}'.startswith(call.arguments)
                 assert heard.content == {0: "ok"}
-        # The caller's own stop token or stop string ends the text, not the model's turn.
+        # The caller's own stop token ends the text, not the model's turn; a stop string cuts the content alone.
         stop = common_pb2.SamplingParams(stop_token_ids=[ids[-2]])
         by_token = await hear(stack.stub.Chat(ask(sampling=stop)))
-        by_string = await hear(stack.stub.Chat(ask(stop=["Par"])))
+        by_string = await hear(stack.stub.Chat(ask(stop=["k"])))
+        not_at_all = await hear(stack.stub.Chat(ask(stop=["Par"])))
     assert by_token.finished[0].reason == by_string.finished[0].reason == common_pb2.FINISH_REASON_STOP
-    assert by_string.calls[0][0].arguments == '{"city": "'
+    assert (by_string.content, by_string.calls) == ({0: "o"}, {})
+    assert not_at_all.finished[0].reason != common_pb2.FINISH_REASON_STOP or not not_at_all.finished[0].stop_string
+    assert json.loads(not_at_all.calls[0][0].arguments) == {"city": "Paris"}
 
 
 async def test_log_probabilities_of_calls_are_one_a_token() -> None:
@@ -400,7 +403,7 @@ async def test_interleaved_requests_never_exchange_what_they_hold_back() -> None
             assert heard.calls[0][0].arguments == as_json({"n": number, "s": f"𠮷{number}"})
 
 
-async def test_the_embedded_model_is_made_to_call(stack: Any) -> None:
+async def test_the_embedded_model_is_made_to_call(equal_stack: Any) -> None:
     """Four processes and a model that knows no tools: what is demanded is begun all the same."""
     tools: Any = [
         {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}},
@@ -408,7 +411,7 @@ async def test_the_embedded_model_is_made_to_call(stack: Any) -> None:
     ]
     choice: Any = {"type": "function", "function": {"name": "get_weather"}}
     question: Any = {"role": "user", "content": "Weather?"}
-    async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="x") as client:
+    async with openai.AsyncOpenAI(base_url=f"{equal_stack.url}/v1", api_key="x") as client:
         completion = await client.chat.completions.create(
             model="tiny", messages=[question], tools=tools, tool_choice=choice, max_tokens=12, seed=1
         )

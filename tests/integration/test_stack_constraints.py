@@ -185,16 +185,17 @@ def test_a_budget_cuts_it(client: openai.OpenAI) -> None:
     assert re.fullmatch("a+", answer.choices[0].message.content or "")
 
 
-def test_constrained_and_free_side_by_side(client: openai.OpenAI) -> None:
+def test_constrained_and_free_side_by_side(equal_stack: Any) -> None:
     """A greedy free answer is the same with constrained sequences beside it."""
     free: dict[str, Any] = {"model": "tiny", "messages": ASK, "temperature": 0, "max_tokens": 24}
-    alone = client.chat.completions.create(**free).choices[0].message.content
-    stream = client.chat.completions.create(
-        model="tiny", messages=ASK, stream=True, extra_body={"guided_regex": "[a-z ]{300}"}, max_tokens=200
-    )
-    next(stream)
-    assert client.chat.completions.create(**free).choices[0].message.content == alone
-    assert re.fullmatch("[a-z ]*", "".join(c.choices[0].delta.content or "" for c in stream if c.choices))
+    with openai.OpenAI(base_url=f"{equal_stack.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        alone = client.chat.completions.create(**free).choices[0].message.content
+        stream = client.chat.completions.create(
+            model="tiny", messages=ASK, stream=True, extra_body={"guided_regex": "[a-z ]{300}"}, max_tokens=200
+        )
+        next(stream)
+        assert client.chat.completions.create(**free).choices[0].message.content == alone
+        assert re.fullmatch("[a-z ]*", "".join(c.choices[0].delta.content or "" for c in stream if c.choices))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -232,9 +233,9 @@ def test_a_bad_constraint_is_a_400_that_names_the_place(
     assert param in error["message"]
 
 
-def test_cut_at_every_token_and_resumed(stack: Any) -> None:
+def test_cut_at_every_token_and_resumed(equal_stack: Any) -> None:
     """The grammar's state is rebuilt from the tokens that the caller holds."""
-    with grpc.insecure_channel(stack.text_address) as channel:
+    with grpc.insecure_channel(equal_stack.text_address) as channel:
         service = text_pb2_grpc.TextServiceStub(channel)
         options = text_pb2.TextOptions(
             request_id="cut-0",
@@ -262,3 +263,16 @@ def test_cut_at_every_token_and_resumed(stack: Any) -> None:
             assert text.endswith("".join(event.content for event in rest))
             reasons = [event.finished.reason for event in rest if event.HasField("finished")]
             assert reasons == [common_pb2.FINISH_REASON_STOP]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_cannot_be_followed_is_the_callers_to_change(stack: Any, stream: bool) -> None:
+    """It compiles, but what its first tokens allow costs more than may be spent on one."""
+    options = {"grammar": 'start: (("a"~100)~100)~100'}
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 5, "structured_outputs": options, "stream": stream}
+    answer = httpx.post(f"{stack.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == (200 if stream else 400)
+    last = answer.text.rstrip().rpartition("data: ")[2] if stream else answer.text  # its first token was sent
+    assert json.loads(last)["error"]["code"] == "constraint_too_complex"
+    after = httpx.post(f"{stack.url}/v1/completions", json={"prompt": "x", "max_tokens": 5}, timeout=60)
+    assert after.status_code == 200

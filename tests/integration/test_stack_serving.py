@@ -66,14 +66,16 @@ def test_the_openai_client_streams(client: openai.OpenAI, question: str, served_
         assert (len(chinese) >= 15) if "绝句" in question else text.isascii()
 
 
-def test_without_a_stream_the_answer_is_the_same_text(client: openai.OpenAI) -> None:
-    def ask(**extra: Any) -> Any:
-        return client.chat.completions.create(
-            model="tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=24, temperature=0, **extra
-        )
+def test_without_a_stream_the_answer_is_the_same_text(equal_stack: Any) -> None:
+    with openai.OpenAI(base_url=f"{equal_stack.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
 
-    streamed = "".join(c.choices[0].delta.content or "" for c in ask(stream=True) if c.choices)
-    answer = ask()
+        def ask(**extra: Any) -> Any:
+            return client.chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=24, temperature=0, **extra
+            )
+
+        streamed = "".join(c.choices[0].delta.content or "" for c in ask(stream=True) if c.choices)
+        answer = ask()
     assert answer.choices[0].message.content == streamed
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 

@@ -95,6 +95,7 @@ class World:
         self.num_deaths = 0
         self.num_other_losses = 0  # of links, with no killer to explain it
         self.now_s = 0.0
+        self.faulted: set[int] = set()  # streams whose sequence the test lets fault
         self.links: dict[int, Link] = {}
         self.clients: dict[int, Client] = {}
         self.live: dict[int, Client] = {}
@@ -385,6 +386,8 @@ class World:
 
     def _check_error(self, client: Client) -> None:
         error = client.error
+        if client.stream_id in self.faulted:
+            return
         if isinstance(error, DeadlineExceededError):
             assert client.deadline_s is not None
             if error.reason == DEADLINE_UNREACHABLE:

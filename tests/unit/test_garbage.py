@@ -1,30 +1,70 @@
-"""Memory is given back once after each time of work."""
+"""A process gives back what it does not use, without being asked by the number of its objects."""
 
 from __future__ import annotations
 
-from rorqual.core.garbage import IDLE_S, IdleTrim, give_back_memory
+import asyncio
+import gc
+import weakref
+
+from rorqual.core.garbage import give_back_memory, resident_bytes
+
+SIZE = 64 << 20
 
 
-def test_memory_is_given_back_once_when_work_has_been_over_for_a_while() -> None:
-    calls: list[float] = []
-    now_s = 0.0
-    trim = IdleTrim(lambda: calls.append(now_s))
-    for now_s in range(5):
-        trim.note(is_busy=False, now_s=now_s)
-    assert calls == []  # nothing was done
-    trim.note(is_busy=True, now_s=5.0)
-    for now_s in (6.0, 7.0, 6.0 + IDLE_S, 9.0, 10.0):
-        trim.note(is_busy=False, now_s=now_s)
-    assert calls == [6.0 + IDLE_S]
-    trim.note(is_busy=True, now_s=11.0)
-    trim.note(is_busy=False, now_s=12.0)
-    trim.note(is_busy=True, now_s=13.0)
-    trim.note(is_busy=False, now_s=14.0)
-    assert len(calls) == 1
-    now_s = 17.0
-    trim.note(is_busy=False, now_s=now_s)
-    assert len(calls) == 2
+class Cycle:
+    def __init__(self) -> None:
+        self.me = self
+        self.data = bytes(bytearray(b"x") * SIZE)
 
 
-def test_it_can_be_done_here() -> None:
-    give_back_memory()
+async def test_what_lies_in_cycles_is_freed_when_the_process_has_grown() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        keeper = asyncio.create_task(give_back_memory(lambda: True, interval_s=0, growth_bytes=SIZE // 2))
+        await asyncio.sleep(0)
+        before = resident_bytes()
+        cycle = Cycle()
+        assert resident_bytes() >= before + SIZE // 2
+        gone = weakref.ref(cycle)
+        del cycle
+        async with asyncio.timeout(20):
+            while gone() is not None:
+                await asyncio.sleep(0)
+        keeper.cancel()
+        await asyncio.gather(keeper, return_exceptions=True)
+        assert resident_bytes() < before + SIZE // 2
+    finally:
+        gc.enable()
+
+
+async def test_what_grew_old_under_load_is_freed_once_that_ends() -> None:
+    """While it is busy the process looks among newer objects alone; it remembers that it has grown."""
+    gc.collect()
+    gc.disable()
+    busy = True
+    looks: list[bool] = []
+
+    def is_idle() -> bool:
+        looks.append(not busy)
+        return not busy
+
+    try:
+        keeper = asyncio.create_task(give_back_memory(is_idle, interval_s=0, growth_bytes=SIZE // 2))
+        await asyncio.sleep(0)
+        cycle = Cycle()
+        for _ in range(2):
+            gc.collect(1)  # it grows old
+        gone = weakref.ref(cycle)
+        del cycle
+        async with asyncio.timeout(20):
+            while len(looks) < 5:
+                await asyncio.sleep(0)
+            assert gone() is not None
+            busy = False
+            while gone() is not None:
+                await asyncio.sleep(0)
+        keeper.cancel()
+        await asyncio.gather(keeper, return_exceptions=True)
+    finally:
+        gc.enable()

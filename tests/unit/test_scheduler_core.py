@@ -12,11 +12,13 @@ from rorqual.core.blocks import BLOCK_SIZE
 from rorqual.core.errors import (
     CapacityError,
     DeadlineExceededError,
+    InternalError,
     InvalidRequestError,
     NumericalFaultError,
     PreconditionError,
     PromptTooLongError,
     QueueFullError,
+    RorqualError,
     SupersededError,
 )
 from rorqual.core.token_ids import pack_token_ids
@@ -360,6 +362,30 @@ def test_a_numerical_fault_ends_one_sequence_and_its_blocks_serve_nobody() -> No
     world.open(make_proto(200, request_id="again"))
     (admit,) = of(Admit, orders(world, link))
     assert admit.num_cached_tokens == 0
+    world.run_to_end()
+    assert healthy.finish is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        ("", NumericalFaultError),
+        ("NUMERICAL_FAULT", NumericalFaultError),
+        ("CONSTRAINT_TOO_COMPLEX", InvalidRequestError),
+        ("INTERNAL", InternalError),
+        ("OF_A_LATER_VERSION", InternalError),
+    ],
+)
+def test_a_fault_says_whose_it_is(reason: str, kind: type[RorqualError]) -> None:
+    world, link = make_world()
+    faulty, healthy = world.open(make_proto(200, max_tokens=100)), world.open(make_proto(200, start=1))
+    turn(world, link)
+    world.faulted.add(faulty.stream_id)
+    link.sim.fault(min(link.sim.sequences), "what was found", reason)
+    world.report(link)
+    assert type(faulty.error) is kind
+    assert faulty.error.message == "what was found"
+    assert faulty.error.reason == (reason if kind is InvalidRequestError else kind.reason)
     world.run_to_end()
     assert healthy.finish is FinishReason.LENGTH
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Sequence
 
+import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from rorqual.core.config import TelemetryConfig
+from rorqual.core.errors import ConfigError
 from rorqual.core.limits import STRINGS
 from rorqual.telemetry import Telemetry, context_from_pairs, context_to_proto
 
@@ -76,3 +79,17 @@ def test_a_trace_state_beyond_the_table_is_dropped_not_passed_on() -> None:
             sent.tracestate
         )
     assert not sent.tracestate
+
+
+def test_a_metrics_port_that_is_taken_is_told_with_its_cure() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"metrics cannot be served on 127\.0\.0\.1:{port} .*--metrics-port"):
+            Telemetry("gateway", TelemetryConfig(metrics_port=port))
+
+
+def test_the_metrics_port_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    telemetry = Telemetry("gateway", TelemetryConfig(metrics_port=0))
+    telemetry.shutdown()
+    assert f"metrics are on http://127.0.0.1:{telemetry.metrics_port}/metrics" in caplog.text
