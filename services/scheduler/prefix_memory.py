@@ -10,7 +10,9 @@ from rorqual.core.blocks import BLOCK_SIZE
 from .kv_cache import KvCache
 from .sequence import Sequence
 
-_MAX_HISTORY_BYTES = 16 << 20
+_MAX_HISTORY_BYTES = 12 << 20
+_ENTRY_BYTES = 300
+"""Of a history in the memory, beside its tokens: short ones are many."""
 _MAX_FIRST_BLOCKS = 1 << 15  # of about 250 bytes each, all told
 
 
@@ -47,10 +49,12 @@ class PrefixMemory:
     def remember(self, seq: Sequence) -> None:
         """Take in a history of at least one full block."""
         histories, key = self._histories, seq.hashes[0]
-        self._num_bytes += len(seq.history) - len(histories.pop(key, b""))
+        if (known := histories.pop(key, None)) is not None:
+            self._num_bytes -= len(known) + _ENTRY_BYTES
+        self._num_bytes += len(seq.history) + _ENTRY_BYTES
         histories[key] = bytes(seq.history)
         while self._num_bytes > _MAX_HISTORY_BYTES:
-            self._num_bytes -= len(histories.popitem(last=False)[1])
+            self._num_bytes -= len(histories.popitem(last=False)[1]) + _ENTRY_BYTES
         salts, digest = self._salts, _first_block(seq)
         salts.pop(digest, None)
         salts[digest] = _salt(seq)

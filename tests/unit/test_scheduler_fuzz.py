@@ -70,7 +70,7 @@ def test_the_index_places_where_a_look_at_all_executors_would(monkeypatch: pytes
 
     monkeypatch.setattr(SchedulerCore, "_cheapest_plan", cheapest_plan)
     monkeypatch.setattr(SchedulerCore, "check", lambda _self: None)  # test_long_histories does, of these runs too
-    for seed in range(16):
+    for seed in range(20):
         random_run(random.Random(seed), 400)
     assert num_checked > 500
 

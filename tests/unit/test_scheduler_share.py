@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 
 from rorqual.core.config import SchedulerConfig, TelemetryConfig
@@ -139,3 +141,17 @@ def test_heads_of_deltas_are_kept_of_few_streams() -> None:
     for stream_id in range(10_000):
         _delta_head(stream_id, 4)
     assert _delta_head.cache_info().currsize <= 4096
+
+
+def test_what_is_remembered_of_short_histories_is_bounded_with_all_that_holds_it() -> None:
+    memory = PrefixMemory()
+    tracemalloc.start()
+    try:
+        for i in range(60_000):
+            seq = Sequence(i, Request(request_id="r", num_prompt_tokens=64), i.to_bytes(4, "little") * 64, i, 0.0)
+            seq.hashes = [i.to_bytes(32, "little")]
+            memory.remember(seq)
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_bytes < 25 << 20
