@@ -20,8 +20,10 @@ import pytest
 from executor.constraint import Constraint, Constraints, GrammarSpec
 from rorqual.core.errors import InvalidRequestError
 from rorqual.grammar import (
+    GrammarCostError,
     GrammarEngine,
     GrammarError,
+    _error,
     choice_grammar,
     json_grammar,
     open_engine,
@@ -372,3 +374,15 @@ def test_costly_regexes_end_in_time(engine: GrammarEngine) -> None:
         with contextlib.suppress(InvalidRequestError):
             compile_constraint(text_pb2.Constraint(regex=pattern), engine)
         assert time.process_time() - began_s < 10
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "parser error: Too many items (limit 50000; mask); try avoiding single-byte/short lexemes\n<non-verbose/>",
+        "lexer error: too many expressions constructed\n<non-verbose/>",
+        "Parser Error: Current row has 6007 items; max is 2000; consider making your grammar left-recursive",
+    ],
+)
+def test_the_engine_s_limits_are_faults_of_cost(words: str) -> None:
+    assert isinstance(_error(words), GrammarCostError)
