@@ -62,6 +62,10 @@ _COST_WORDS = (
 # White space between the tokens of a JSON text: a blank, or a line with its indent; never an endless run.
 _JSON_OPTIONS = {"whitespace_pattern": r"( |\n[ \t]{0,24})"}
 
+_ANY_NAME: tuple[Any, ...] = ({"type": "string"}, {}, True)  # the schemas that every name of a property meets
+_VALUES = frozenset(("const", "default", "enum", "examples"))  # keywords of JSON Schema whose value is data
+_SCHEMAS_BY_NAME = frozenset(("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"))
+
 
 class GrammarError(ValueError):
     """A grammar that cannot be compiled; says why, mostly in the engine's words."""
@@ -77,8 +81,25 @@ def json_grammar(schema: dict[str, Any], *, lenient: bool = False) -> str:
     GrammarCostError for one beyond the bounds.
     """
     _check(schema_fault(schema))
+    schema = _without_free_names(schema)
     options = {**_JSON_OPTIONS, **_options_of(schema), "lenient": lenient}
     return _text({"name": "json_schema", "json_schema": {**schema, "x-guidance": options}})
+
+
+def _without_free_names(schema: Any, *, by_name: bool = False) -> Any:
+    """`schema` without any `propertyNames` that demands nothing: zod writes one for every record, and the engine has no
+    such keyword. `by_name`: `schema` is an object of schemas, whose names are no keywords."""
+    if isinstance(schema, list):
+        return [_without_free_names(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: value
+        if name in _VALUES and not by_name
+        else _without_free_names(value, by_name=not by_name and name in _SCHEMAS_BY_NAME)
+        for name, value in schema.items()
+        if by_name or name != "propertyNames" or value not in _ANY_NAME
+    }
 
 
 def _options_of(schema: dict[str, Any]) -> dict[str, Any]:

@@ -34,15 +34,39 @@ class CacheControl(msgspec.Struct):
 
 
 class TextPart(msgspec.Struct, kw_only=True):
-    """A block of a system prompt or of a tool's result: text."""
+    """Text of a system prompt, a document or a search result."""
 
     type: str
     text: str | None = None
     cache_control: CacheControl | None = None
 
 
+class Source(msgspec.Struct, kw_only=True):
+    """Of a document or an image. Text is read: `data` of type text, or `content`."""
+
+    type: str
+    media_type: Any = None
+    data: Any = None
+    content: str | list[TextPart] | None = None
+    url: Any = None
+    file_id: Any = None
+
+
+class ResultPart(msgspec.Struct, kw_only=True):
+    """A block of a tool's result: text, document, search_result, tool_reference; or an image, which is not read."""
+
+    type: str
+    text: str | None = None
+    tool_name: str | None = None
+    source: str | Source | None = None
+    title: str | None = None
+    context: str | None = None
+    content: str | list[TextPart] | None = None
+    cache_control: CacheControl | None = None
+
+
 class Block(msgspec.Struct, kw_only=True):
-    """A block of a message: text, thinking, redacted_thinking, tool_use or tool_result."""
+    """A block of a message: text, document, search_result, thinking, redacted_thinking, tool_use or tool_result."""
 
     type: str
     text: str | None = None
@@ -53,8 +77,11 @@ class Block(msgspec.Struct, kw_only=True):
     name: str | None = None
     input: Raw = msgspec.field(default_factory=lambda: Raw(b"null"))
     tool_use_id: str | None = None
-    content: str | list[TextPart] | None = None
+    content: str | list[ResultPart] | None = None
     is_error: bool | None = None
+    source: str | Source | None = None
+    title: str | None = None
+    context: str | None = None
     cache_control: CacheControl | None = None
 
 
@@ -64,13 +91,14 @@ class MessageTurn(msgspec.Struct):
 
 
 class MessageTool(msgspec.Struct, kw_only=True):
-    """A function that the model may call. Tools that a server runs are refused."""
+    """A function that the model may call. Tools that a server runs are left out."""
 
     name: FunctionName
     type: str | None = None
     description: str | None = None
     input_schema: Raw = msgspec.field(default_factory=lambda: Raw(b"null"))
     strict: bool | None = None
+    defer_loading: bool | None = None  # it is not shown to the model until a tool_reference names it
     cache_control: CacheControl | None = None
 
 
@@ -81,11 +109,14 @@ class ToolChoice(msgspec.Struct):
 
 
 class Thinking(msgspec.Struct):
-    """`budget_tokens` is taken and ignored: max_tokens bounds thought and answer together."""
+    """`budget_tokens` is taken and ignored: max_tokens bounds thought and answer together.
+
+    `display`: whether the thought is shown (all of it: nothing here is summarized), or its blocks are empty.
+    """
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, within(HTTP["budget_tokens"])] | None = None
-    display: Literal["summarized"] | None = None
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class OutputFormat(msgspec.Struct):
@@ -122,7 +153,6 @@ class MessagesBody(CountTokensBody, kw_only=True):
     top_p: TopP | None = None
     top_k: TopK | None = None
     seed: Seed | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
     metadata: dict[str, Any] | None = None
     cache_salt: CacheSalt | None = None
     priority: Priority | None = None

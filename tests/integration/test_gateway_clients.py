@@ -103,6 +103,23 @@ def test_messages(anthropic_client: anthropic.Anthropic) -> None:
     assert final.usage.output_tokens == whole.usage.output_tokens <= 16
 
 
+def test_two_sessions_share_their_prefix_whatever_stands_in_their_line_for_billing(
+    anthropic_client: anthropic.Anthropic,
+) -> None:
+    long = " ".join(f"Rule {number}: be brief." for number in range(150))
+
+    def ask(session: str) -> Any:
+        line = f"x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch={session};"
+        system: Any = [{"type": "text", "text": line}, {"type": "text", "text": long}]
+        counted = anthropic_client.messages.count_tokens(model="tiny", messages=HI, system=system).input_tokens
+        usage = anthropic_client.messages.create(model="tiny", max_tokens=1, messages=HI, system=system).usage
+        assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+        return usage
+
+    first, second = ask("36ee5"), ask("0b8")
+    assert second.cache_read_input_tokens > 0.9 * (first.input_tokens + (first.cache_read_input_tokens or 0))
+
+
 def test_an_assistants_turn_is_continued(anthropic_client: anthropic.Anthropic, http: httpx.Client) -> None:
     turns: Any = [*HI, {"role": "assistant", "content": "Whales eat"}]
     count = anthropic_client.messages.count_tokens(model="tiny", messages=turns).input_tokens

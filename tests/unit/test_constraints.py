@@ -33,6 +33,7 @@ from rorqual.grammar import (
 from rorqual.grammar_bounds import MAX_GRAMMAR_BYTES
 from rorqual.v1 import text_pb2
 from services.tokenizer.constraint import compile_constraint
+from tests.support.vocabularies import tiny
 
 FOLDER = Path(__file__).resolve().parents[2] / "models" / "tiny"
 VOCAB = 8192
@@ -337,6 +338,26 @@ def test_a_bad_schema_names_the_place(engine: GrammarEngine, schema: Any, place:
     assert caught.value.field == f"constraint.json_schema{place}"
     assert caught.value.message.startswith(caught.value.field)
     assert caught.value.reason == ("CONSTRAINT_TOO_COMPLEX" if schema is DEEP else "INVALID_CONSTRAINT")
+
+
+def test_names_that_may_be_any_demand_nothing(engine: GrammarEngine) -> None:
+    """zod writes `propertyNames` for every record; a property of that name, and data that looks like it, stay."""
+    record = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}}
+    lookalike = {"propertyNames": {"type": "string"}}
+    schema = {
+        "type": "object",
+        "properties": {"r": record, "propertyNames": {"type": "string"}, "c": {"const": lookalike}},
+        "required": ["r", "propertyNames", "c"],
+        "additionalProperties": False,
+        "$defs": {"propertyNames": {"type": "string"}},
+    }
+    text = compile_constraint(text_pb2.Constraint(json_schema=json.dumps(schema)), engine)
+    ids = tiny().encode('{"r":{"any name":1},"propertyNames":"x","c":{"propertyNames":{"type":"string"}}}')
+    assert engine.compile(text).try_consume_tokens(ids) == len(ids)
+    refused = {"type": "object", "propertyNames": {"pattern": "^a"}}
+    with pytest.raises(InvalidRequestError) as caught:
+        compile_constraint(text_pb2.Constraint(json_schema=json.dumps(refused)), engine)
+    assert "propertyNames" in caught.value.message
 
 
 @pytest.mark.parametrize("text", ["{", '{"const": NaN}', "[" * 50_000])
