@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -47,7 +48,16 @@ _FIRST_TOKENS = 16  # that a trial takes, each by itself
 _WALKS, _WALK_TOKENS = 4, 4  # and for how far it goes on after some of them
 _MAX_MESSAGE = 500
 _MAX_LEXER_STATES = 50_000
-_COST_WORDS = ("fuel", "too large", "too complex", "TooComplex", "limits.")
+_COST_WORDS = (
+    "fuel",
+    "too large",
+    "too complex",
+    "TooComplex",
+    "limits.",
+    "oo many items",
+    "oo many expr",
+    "items; max is",
+)
 
 # White space between the tokens of a JSON text: a blank, or a line with its indent; never an endless run.
 _JSON_OPTIONS = {"whitespace_pattern": r"( |\n[ \t]{0,24})"}
@@ -231,29 +241,41 @@ class GrammarEngine:
                 mask = walk.compute_bitmask()
                 if walk.is_error():
                     raise GrammarCostError(_TOO_MUCH_FOLLOWS)
-                following = list(self._some_of(mask, 2))
+                following = self._some_of(mask, 2)
                 if not following:
                     break
                 _step(walk, following[step % len(following)])
 
-    def _some_of(self, mask: bytes, most: int) -> Iterator[int]:
+    def _some_of(self, mask: bytes, most: int) -> list[int]:
         """Ids that `mask` allows: half of `most` are the lowest, short texts mostly, the others are from everywhere."""
-        bits = int.from_bytes(mask, "little") & ~(1 << self.end_id)
-        ids = [base + bit for base, byte in _bytes_of(bits) for bit in range(8) if byte >> bit & 1]
-        low = ids[: most - most // 2]
-        yield from low
-        rest = ids[len(low) :]
-        step = max(1, len(rest) // max(1, most // 2))
-        yield from rest[step - 1 :: step][: most // 2]
+        found: dict[int, None] = {}
+        place = 0
+        while len(found) < most - most // 2 and (token_id := self._next_of(mask, place)) is not None:
+            found[token_id] = None
+            place = token_id + 1
+        for nth in range(most // 2):
+            token_id = self._next_of(mask, place + (8 * len(mask) - place) * nth // max(1, most // 2))
+            if token_id is not None:
+                found[token_id] = None
+        return list(found)
+
+    def _next_of(self, mask: bytes, least: int) -> int | None:
+        """The lowest id from `least` on that `mask` allows."""
+        while True:
+            byte = mask[least // 8] >> least % 8 if least < 8 * len(mask) else 0
+            if not byte:
+                match = _NOT_ZERO.search(mask, least // 8 + 1)
+                if match is None:
+                    return None
+                least, byte = 8 * match.start(), mask[match.start()]
+            token_id = least + (byte & -byte).bit_length() - 1
+            if token_id != self.end_id:
+                return token_id
+            least = token_id + 1
 
 
+_NOT_ZERO = re.compile(rb"[^\0]")
 _TOO_MUCH_FOLLOWS = "it costs too much to follow: its rules, properties or repetitions allow too much at once"
-
-
-def _bytes_of(bits: int) -> Iterator[tuple[int, int]]:
-    """(the number of a byte's lowest bit, the byte) for those that are not zero."""
-    packed = bits.to_bytes(-(-bits.bit_length() // 8), "little")
-    return ((8 * at, byte) for at, byte in enumerate(packed) if byte)
 
 
 def _step(matcher: LLMatcher, token_id: int) -> None:

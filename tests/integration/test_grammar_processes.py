@@ -229,6 +229,16 @@ def test_a_constraint_that_is_too_long_is_not_looked_at() -> None:
     assert (caught.value.reason, caught.value.field) == (TOO_COMPLEX, "constraint.choices")
 
 
+@pytest.mark.parametrize("ids", [[], [0], [7, 8, 300], [2, 9, 63, 64, 8191], list(range(VOCAB))])
+def test_the_tokens_that_are_tried_are_allowed(plain_engine: GrammarEngine, ids: list[int]) -> None:
+    mask = sum(1 << i for i in {*ids, plain_engine.end_id}).to_bytes(VOCAB // 8, "little")
+    allowed = [i for i in ids if i != plain_engine.end_id]
+    tried = plain_engine._some_of(mask, 16)
+    assert tried[:8] == allowed[:8]
+    assert set(tried) <= set(allowed)
+    assert len(tried) == min(16, len(allowed))
+
+
 def test_a_trial_in_a_thread_says_what_compiling_would() -> None:
     trial = GrammarTrial(FOLDER, VOCAB)
     try:

@@ -22,8 +22,10 @@ import pytest
 from executor.constraint import Constraint, Constraints, GrammarSpec
 from rorqual.core.errors import InvalidRequestError
 from rorqual.grammar import (
+    GrammarCostError,
     GrammarEngine,
     GrammarError,
+    _error,
     choice_grammar,
     json_grammar,
     open_engine,
@@ -442,3 +444,15 @@ def test_a_long_chain_of_rules_does_not_overflow_the_stack() -> None:
     done = subprocess.run([sys.executable, "-c", _LONG_CHAIN], check=False, cwd=root, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr[-500:]
     assert done.stdout.startswith(b"True ")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "parser error: Too many items (limit 50000; mask); try avoiding single-byte/short lexemes\n<non-verbose/>",
+        "lexer error: too many expressions constructed\n<non-verbose/>",
+        "Parser Error: Current row has 6007 items; max is 2000; consider making your grammar left-recursive",
+    ],
+)
+def test_the_engine_s_limits_are_faults_of_cost(words: str) -> None:
+    assert isinstance(_error(words), GrammarCostError)
