@@ -15,7 +15,7 @@ from rorqual.v1 import common_pb2
 from .constraint import Constraint
 from .logprobs import TokenLogprob
 from .orders import Admit, Ids
-from .sampler import LogitAdjuster, Sampler, SamplingSpec
+from .sampler import LogitAdjuster, Sampler, SamplingSpec, check_sampling
 
 EndedBefore = Literal["stop", "length"]
 
@@ -54,6 +54,8 @@ class Sequence:
     )
 
     def __init__(self, admit: Admit, vocab_size: int, constraint: Constraint | None = None) -> None:
+        """SequenceError for sampling parameters that have no meaning."""
+        check_sampling(admit.sampling)
         self.admit = admit
         self.constraint = constraint
         self.num_tokens = admit.num_tokens

@@ -21,7 +21,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 JSON = "application/json"
-DRAIN_S = 2.0  # how long a refused body is read away, so that the client sees the answer
 _STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -151,23 +150,4 @@ class Exchange:
         if self.status:
             await self.end_stream(self.errors.events(failure, self.request_id))
             return
-        body = self.errors.body(failure, self.request_id)
-        if failure.status == 413:
-            await self._refuse_body(failure, body)
-        else:
-            await self.respond(failure.status, body, headers=failure.headers)
-
-    async def _refuse_body(self, failure: Failure, body: bytes) -> None:
-        """Answer at once, then read away what the client still sends: a closed socket would swallow the answer."""
-        length = {"content-type": JSON, "content-length": str(len(body)), "connection": "close"}
-        await self._start(failure.status, {**length, **failure.headers})
-        await self._send({"type": "http.response.body", "body": body, "more_body": True})
-        try:
-            async with asyncio.timeout(DRAIN_S):
-                while True:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
-                        break
-        except TimeoutError:
-            pass
-        await self.end_stream()
+        await self.respond(failure.status, self.errors.body(failure, self.request_id), headers=failure.headers)

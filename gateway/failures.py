@@ -203,7 +203,9 @@ def body_too_large(limit_bytes: int, size_bytes: int | None) -> HttpError:
     """`size_bytes`: what the client announced, where it did."""
     size = f"is {size_bytes} bytes" if size_bytes is not None else "is longer"
     message = f"the request body {size}; at most {limit_bytes} bytes are taken"
-    return HttpError(Failure(413, message, "invalid_request_error", code="request_too_large"))
+    return HttpError(
+        Failure(413, message, "invalid_request_error", code="request_too_large", headers={"connection": "close"})
+    )
 
 
 def bad_key(given: bool) -> HttpError:

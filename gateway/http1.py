@@ -19,12 +19,15 @@ from .failures import Failure
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADER_LINES = 128
+MAX_QUEUED = 8
+"""Requests that wait on one connection behind the one that runs; then it is not read, nor its end seen."""
+
 HEAD_TIMEOUT_S = 30.0
 """Where the application says nothing else."""
 UNREAD_BODY_S = 60.0
 """How long the rest of a body may take after its request was answered."""
 
-LINGER_S = 2.0  # how long a refused connection is read away, so that the client sees the answer
+LINGER_S = 2.0  # how long a connection that ends is read away, so that the client sees the answer
 
 _CODES = {400: "invalid_http", 408: "deadline_exceeded"}
 _NO_FIELD_NAME = re.compile(rb"[^!#$%&'*+.^_`|~0-9A-Za-z-]")
@@ -45,7 +48,8 @@ class HttpConnection(HttpToolsProtocol):
     An Upgrade is ignored (RFC 9110, 7.8): the body that follows its head is framed and read like any other.
     """
 
-    cycle: _Cycle
+    cycle: _Cycle | None  # type: ignore[assignment]  # the last one that came
+    _running: _Cycle | None = None
     _in_head = True  # from the end of a message to the end of the next head
     _replaying = False  # the parser is fed a head that was not received
     _skipping_end = False  # the parser is about to report the end of a message whose body it did not look at
@@ -65,6 +69,12 @@ class HttpConnection(HttpToolsProtocol):
         self._forget_head_timer()
         self._forget_close_timer()
         super().connection_lost(exc)
+        if self._running is not None:  # which may not be the last one that came
+            self._running.disconnected = True
+            self._running.message_event.set()
+        # Without these the connection would be a cycle, and those are looked for seldom.
+        self.pipeline.clear()
+        self._fault = self._running = self.cycle = None
 
     def _expect_head(self) -> None:
         """A connection on which no head comes to an end holds a descriptor for nothing."""
@@ -204,8 +214,8 @@ class HttpConnection(HttpToolsProtocol):
         self.scope["query_string"] = query
 
     def _start(self, version: str) -> None:
-        before: _Cycle | None = self.cycle
-        self.cycle = _Cycle(
+        before = self.cycle
+        self.cycle = cycle = _Cycle(
             scope=self.scope,
             transport=self.transport,
             flow=self.flow,
@@ -220,15 +230,20 @@ class HttpConnection(HttpToolsProtocol):
             on_response=self.on_response_complete,
         )
         if before is None or before.response_complete:
-            self._start_asgi_task(self.cycle, self.app)
+            self._start_asgi_task(cycle, self.app)
         else:
-            self.flow.pause_reading()
-            self.pipeline.appendleft((self.cycle, self.app))
+            self.pipeline.appendleft((cycle, self.app))
+            if len(self.pipeline) >= MAX_QUEUED:
+                self.flow.pause_reading()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         self._progress += 1
         cycle = self.cycle
-        if cycle.response_complete:
+        if cycle is None or cycle.response_complete:
             return
         cycle.body += body
         if len(cycle.body) > HIGH_WATER_LIMIT:
@@ -242,15 +257,20 @@ class HttpConnection(HttpToolsProtocol):
         self._in_head = True
         self._progress += 1
         self._forget_close_timer()
-        if not self.cycle.response_complete:
-            self.cycle.more_body = False
-            self.cycle.message_event.set()
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            cycle.more_body = False
+            cycle.message_event.set()
 
     def on_response_complete(self) -> None:
         if self._refusal is not None:
             if not self.pipeline:
                 self._say_last_words()
                 return
+        elif not self._in_head and self.cycle is not None and not self.cycle.keep_alive:
+            self._refusal = b""
+            self._say_last_words()
+            return
         elif not self._in_head:
             self._close_later(UNREAD_BODY_S)
         super().on_response_complete()
@@ -268,7 +288,7 @@ class HttpConnection(HttpToolsProtocol):
         self._refusal = STATUS_LINE[status] + (
             b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body
         )
-        cycle: _Cycle | None = self.cycle
+        cycle = self.cycle
         of_next = self._in_head or self._fault is not None  # and not of the body of `cycle`
         if cycle is None or cycle.response_complete:
             if of_next:
@@ -283,6 +303,7 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.close()
         else:
             cycle.disconnected = True
+            cycle.waiting_for_100_continue = False
             cycle.message_event.set()
             self._say_last_words()
 
@@ -291,7 +312,8 @@ class HttpConnection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self._unset_keepalive_if_required()
-        self.transport.write(self._refusal or b"")
+        if self._refusal:
+            self.transport.write(self._refusal)
         self.flow.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -365,6 +387,6 @@ class _Cycle(RequestResponseCycle):
         if not more_body:
             self.response_complete = True
             self.message_event.set()
-            if not self.keep_alive:
+            if not self.keep_alive and not self.more_body:
                 self.transport.close()
             self.on_response()

@@ -736,7 +736,7 @@ async def _kill(t: Target, *names: str) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-@attack("deaths-in-a-row", needs="stack", within_s=150, may_die="executor")
+@attack("deaths-in-a-row", needs="stack", within_s=150, may_die="executor", innocents_may=503)
 async def _deaths_in_a_row(t: Target) -> None:
     """The executor dies eight times, each time as soon as it is back: the others live on and it comes back."""
     assert t.stack is not None

@@ -97,6 +97,8 @@ class DeviceSampler:
             self._followed[sequence.seq_id] = sequence
         if phase is not Phase.FREE:
             spec = replace(spec, min_tokens=0)  # of stop tokens the mask decides
+        if spec.top_k >= self._vocab_size:
+            spec = replace(spec, top_k=0)  # it cuts nothing off
         if phase is Phase.BOUND:
             self._constrained[sequence.seq_id] = slot, sequence
         elif phase is Phase.REASONING and constraint is not None:  # one mask for all its tokens

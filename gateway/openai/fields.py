@@ -153,26 +153,27 @@ def _strangers(raw: msgspec.Raw, inside: Any, here: str) -> list[str]:
     A null asks for nothing. Raises InvalidRequestError for a number that no float holds, which the typed body may have
     skipped.
     """
-    found: dict[str, None] = {}
-
-    def look(value: Any, inside: Any, here: str) -> None:
-        if isinstance(inside, list) and isinstance(value, list):
-            for item in value:
-                look(item, inside[0], f"{here}[]")
-        elif isinstance(inside, dict) and isinstance(value, dict):
-            for name, item in value.items():
-                if name not in inside:
-                    if item is not None:
-                        found[f"{here}.{name}"] = None
-                elif inside[name] is not None and item is not None:
-                    look(item, inside[name], f"{here}.{name}")
-
     try:
         value = msgspec.json.decode(raw)
     except msgspec.ValidationError as error:
         raise invalid(here, _AT.sub("", str(error)).lower()) from None
-    look(value, inside, here)
+    found: dict[str, None] = {}
+    _look(value, inside, here, found)
     return list(found)
+
+
+def _look(value: Any, inside: Any, here: str, found: dict[str, None]) -> None:
+    """Add to `found`. (As a function within `_strangers` it would be a cycle, which holds `found` until one looks for such.)"""
+    if isinstance(inside, list) and isinstance(value, list):
+        for item in value:
+            _look(item, inside[0], f"{here}[]", found)
+    elif isinstance(inside, dict) and isinstance(value, dict):
+        for name, item in value.items():
+            if name not in inside:
+                if item is not None:
+                    found[f"{here}.{name}"] = None
+            elif inside[name] is not None and item is not None:
+                _look(item, inside[name], f"{here}.{name}", found)
 
 
 def refuse(name: str, message: str) -> InvalidRequestError:

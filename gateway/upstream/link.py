@@ -30,6 +30,9 @@ HEARTBEAT_PERIOD_S = 1.0
 _ENDED_BY_STOP = "Cancelling all calls"
 """What gRPC says of a call whose server was told to stop."""
 
+_NEVER_THERE = "failed to connect"
+"""How it begins where there was no server: what was to be sent has met nobody."""
+
 PEER_SILENT = "PEER_SILENT"  # reason of a session that ended for want of heartbeats
 
 
@@ -157,7 +160,8 @@ class SessionLink:
         if error is None:
             return UnavailableError(f"tokenizer {self.address} closed the session")
         # A peer that fell silent may hang over a request for ever: the next one would too.
-        self._died = not (isinstance(error, grpc.aio.AioRpcError) and error.details() == _ENDED_BY_STOP)
+        details = (error.details() or "") if isinstance(error, grpc.aio.AioRpcError) else ""
+        self._died = details != _ENDED_BY_STOP and not details.startswith(_NEVER_THERE)
         if isinstance(error, grpc.RpcError):
             return UnavailableError(f"tokenizer {self.address} is lost: {core_of(from_rpc_error(error).message)}")
         if isinstance(error, RorqualError):

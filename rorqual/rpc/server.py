@@ -42,6 +42,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 raise error
             if not isinstance(error, RorqualError) or isinstance(error, InternalError):
                 _log.exception("%s failed", method)
+            # What it was raised from has the request in its frames, which may be megabytes: they are not to wait for the
+            # collector of cycles.
+            error.__traceback__ = error.__context__ = error.__cause__ = None
             await abort_with(context, error)
 
         if handler.response_streaming:

@@ -13,21 +13,15 @@ from dataclasses import dataclass, field, replace
 
 from rorqual.core.blocks import BLOCK_SIZE
 from rorqual.core.errors import (
-    DEADLINE_UNREACHABLE,
-    RETRY_AFTER_S,
     CapacityError,
     DeadlineExceededError,
-    InternalError,
     InvalidRequestError,
-    NumericalFaultError,
     PreconditionError,
     PromptTooLongError,
-    QueueFullError,
     RorqualError,
     SupersededError,
 )
 
-from . import policy
 from .drain_rate import DrainRate
 from .events import (
     Cancel,
@@ -39,7 +33,6 @@ from .events import (
     ModelSpec,
     Open,
     Reported,
-    Request,
     Tick,
 )
 from .executor_contract import CONTRACT_BROKEN, violation
@@ -50,6 +43,8 @@ from .order_queue import MAX_BATCH_BYTES
 from .orders import Order
 from .placement import Placed, Placement, cheapest_of
 from .prefix_memory import PrefixMemory
+from .queue_share import QueueShare
+from .refusals import fault_error, not_newer, too_late, too_many_wait
 from .sequence import Sequence, State
 from .stats import CoreStats, Occupancy
 from .stream_events import (
@@ -62,7 +57,7 @@ from .stream_events import (
     StreamStarted,
     StreamTokens,
 )
-from .validation import UNSUPPORTED_CONSTRAINT, capacity_error, check_against_model, total_tokens_bound
+from .validation import UNSUPPORTED_CONSTRAINT, judge
 from .waiting_queue import WaitingQueue
 
 
@@ -104,6 +99,7 @@ class SchedulerCore:
         self._running_by_priority: Counter[int] = Counter()
         self._waiting = WaitingQueue(config.priority_ageing_s)
         self._isolation = Isolation()
+        self._share = QueueShare(config.max_queue_len)
         self._drain = DrainRate()
         self._is_gathering = False
         self._last_refused: Sequence | None = None  # the queue's head that no executor could take
@@ -167,6 +163,10 @@ class SchedulerCore:
         """The executor of a link that is connected."""
         return self._executors.get(link_id)
 
+    def is_open(self, stream_id: int) -> bool:
+        """Whether that stream has not ended."""
+        return stream_id in self._streams
+
     @property
     def is_isolating(self) -> bool:
         """Whether `next_deadline_s` may change with a report: executors died under requests that run again now."""
@@ -213,11 +213,11 @@ class SchedulerCore:
         older = self._by_request.get(key)
         if older is not None:
             if older.request.attempt >= request.attempt:
-                self._refuse(event.stream_id, _not_newer(request.request_id, older.request.attempt, request.attempt))
+                self._refuse(event.stream_id, not_newer(request.request_id, older.request.attempt, request.attempt))
                 return
             self._fail(older, SupersededError(f"attempt {request.attempt} of this request took over"))
         self._num_arrivals += 1
-        seq = Sequence(event.stream_id, request, event.token_ids, self._num_arrivals, self._now_s)
+        seq = Sequence(event.stream_id, request, event.token_ids, self._num_arrivals, self._now_s, event.owner)
         if request.is_resume:
             self._gather()
         # While executors come back one by one, none of them says what fits.
@@ -226,10 +226,11 @@ class SchedulerCore:
             if error is not None:
                 self._refuse(event.stream_id, error)
                 return
-        if seq.is_new and (error := self._too_busy_for(request)) is not None:
+        if seq.is_new and (error := self._too_busy_for(seq)) is not None:
             self._refuse(event.stream_id, error)
             return
         self._streams[event.stream_id] = seq
+        self._share.add(seq.owner)
         self._by_request[key] = seq
         if self._finish_if_ended(seq):
             return
@@ -237,32 +238,12 @@ class SchedulerCore:
             heapq.heappush(self._deadlines, (request.deadline_s, event.stream_id))
         self._enqueue(seq)
 
-    def _too_busy_for(self, request: Request) -> RorqualError | None:
+    def _too_busy_for(self, seq: Sequence) -> RorqualError | None:
         """The refusal of a new request because of those that wait: too many, or for longer than it has time."""
-        max_queue_len, now_s = self._config.max_queue_len, self._now_s
-        if (num_waiting := len(self._streams) - self._num_running()) >= max_queue_len:
-            likely_s = self._drain.wait_s(num_waiting, now_s)
-            metadata = {"max_queue_len": str(max_queue_len)}
-            if likely_s is not None:
-                metadata[RETRY_AFTER_S] = str(policy.retry_after_s(likely_s))
-            return QueueFullError(f"{max_queue_len} requests are waiting already; try again later", metadata=metadata)
-        if request.deadline_s is None:
-            return None
-        left_s, ahead = request.deadline_s - now_s, self._waiting.ahead(request.priority)
-        wait_s = self._drain.least_wait_s(ahead, now_s)
-        if wait_s is None or wait_s <= left_s or left_s <= 0.0:
-            return None
-        return DeadlineExceededError(
-            f"its deadline is in {left_s:.3f} s, but {ahead[0]} requests wait before it, for which at least {wait_s:.1f} s "
-            "are needed at the present rate: try again later, or allow more time",
-            reason=DEADLINE_UNREACHABLE,
-            metadata={
-                "time_left_ms": str(round(1e3 * left_s)),
-                "estimated_wait_ms": str(round(1e3 * wait_s)),
-                "num_waiting_before": str(ahead[0]),
-                RETRY_AFTER_S: str(policy.retry_after_s(wait_s - left_s)),
-            },
-        )
+        num_waiting = len(self._streams) - self._num_running()
+        if self._share.is_full(seq.owner, num_waiting):
+            return too_many_wait(num_waiting, self._config.max_queue_len, self._drain, self._now_s)
+        return too_late(seq.request, self._waiting.ahead(seq.priority), self._drain, self._now_s)
 
     def _gather(self) -> None:
         """Something that was here before this scheduler came back: others will follow."""
@@ -363,7 +344,7 @@ class SchedulerCore:
             if (seq := executor.owner(seq_id)) is not None:
                 executor.take_back_labels(seq)
             if (seq := sequences.get(seq_id)) is not None:
-                self._fail(seq, _fault_error(reason, message), is_gone=True)
+                self._fail(seq, fault_error(reason, message), is_gone=True)
         logprobs = report.logprobs
         for seq_id, (_, of_prompt) in logprobs.items():
             if of_prompt and (seq := sequences.get(seq_id)) is not None:
@@ -658,32 +639,12 @@ class SchedulerCore:
 
     def _validate(self, seq: Sequence, model: ModelSpec) -> RorqualError | None:
         """Judge a request against what is served now, and set what follows from it."""
-        request = seq.request
-        capacities = [capacity for capacity in self._placement.capacities if capacity.takes(request)]
-        error = check_against_model(request, seq.num_tokens, model, capacities)
-        if error is not None:
-            return error
-        seq.scores_prompt_only = (
-            request.max_tokens == 0 and request.wants_prompt_logprobs and not request.prompt_logprobs_delivered
-        )
-        # The executor makes one token of a prompt that is only scored, which nobody sees.
-        max_total = total_tokens_bound(request, model, capacities) + seq.scores_prompt_only
-        if seq.started or request.is_resume:
-            # What has begun and whose end is ours to choose goes as far as it fits; what was promised stays.
-            longest = max((capacity.longest for capacity in capacities), default=max_total)
-            if longest > seq.num_tokens and (seq.is_open_ended or not seq.started):
-                max_total = min(max_total, longest)
-            elif seq.started:
-                max_total = seq.max_total
-        max_blocks = blocks_for(max_total - 1)
-        if capacities and not any(capacity.holds(max_total, max_blocks) for capacity in capacities):
-            return capacity_error(request, max_total, capacities)
-        if seq.validated_for is not None and seq.validated_for.fingerprint != model.fingerprint:
-            seq.hashes = []
-        seq.max_total, seq.max_blocks = max_total, max_blocks
-        # Again when there is an executor, and when others have come or gone.
-        seq.validated_for, seq.validated_at = (model, self._served_version) if capacities else (None, 0)
-        return None
+        error = judge(seq, model, list(self._placement.capacities))
+        if error is None:
+            # Again when there is an executor, and when others have come or gone.
+            is_served = any(capacity.takes(seq.request) for capacity in self._placement.capacities)
+            seq.validated_for, seq.validated_at = (model, self._served_version) if is_served else (None, 0)
+        return error
 
     # -- ends -----------------------------------------------------------------------------------------
 
@@ -733,6 +694,7 @@ class SchedulerCore:
         executor, state = seq.executor, seq.state
         seq.state = State.ENDED
         del self._streams[seq.stream_id]
+        self._share.remove(seq.owner)
         key = (seq.request.request_id, seq.request.choice_index)
         if self._by_request.get(key) is seq:
             del self._by_request[key]
@@ -781,27 +743,9 @@ class SchedulerCore:
             executor.check(running)
         self._placement.check()
         self._isolation.check(self._executors, self._streams)
+        self._share.check(len(self._streams))
         assert self._num_running() == sum(executor.num_running for executor in self._executors.values())
         states = [seq.state for seq in self._streams.values()]
         assert State.ENDED not in states, "an ended stream is still open"
         assert len(self._waiting) == states.count(State.WAITING)
         assert len(self._parked) == states.count(State.PARKED)
-
-
-def _fault_error(reason: str, message: str) -> RorqualError:
-    """What a stream fails with where an executor ended its sequence (executor_pb2.SequenceFault)."""
-    if reason == "CONSTRAINT_TOO_COMPLEX":
-        return InvalidRequestError(message, reason=reason)
-    if reason in ("", NumericalFaultError.reason):
-        return NumericalFaultError(message)
-    return InternalError(message)
-
-
-def _not_newer(request_id: str, live: int, attempt: int) -> RorqualError:
-    if attempt < live:
-        return SupersededError(f"attempt {live} of this request is live; attempt {attempt} is older")
-    return InvalidRequestError(
-        f"request {request_id!r} is live already: draw an id for each request, or resume with a higher attempt",
-        reason="DUPLICATE_REQUEST_ID",
-        field="request_id",
-    )

@@ -13,14 +13,14 @@ from opentelemetry.context import Context
 
 from rorqual.core.clock import Clock, SystemClock
 from rorqual.core.config import SchedulerConfig
-from rorqual.core.errors import InvalidRequestError, RorqualError, UnavailableError
+from rorqual.core.errors import InternalError, InvalidRequestError, RorqualError, UnavailableError
 from rorqual.rpc.light_sleep import LightSleep
 from rorqual.rpc.status import describe
 from rorqual.telemetry import Telemetry
 from rorqual.v1 import executor_pb2, generation_pb2
 
 from .core import CoreConfig, Effects, SchedulerCore
-from .events import Cancel, Event, ExecutorConnected, ExecutorLost, Open, Tick
+from .events import Cancel, Event, ExecutorConnected, ExecutorLost, FinishEarly, Open, Tick
 from .executor_contract import spec_from_hello
 from .executor_state import ExecutorState
 from .expelled import Expelled
@@ -81,15 +81,28 @@ class Engine:
     def peer_timeout_s(self) -> float:
         return self._peer_timeout_s
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no stream."""
+        return not self._streams
+
     def now_s(self) -> float:
         return self._clock.monotonic_s()
 
     # -- callers --------------------------------------------------------------------------------------
 
     def prepare_open(
-        self, proto: generation_pb2.GenerateRequest, outbox: Outbox, local_id: int, parent: Context | None
+        self,
+        proto: generation_pb2.GenerateRequest,
+        outbox: Outbox,
+        local_id: int,
+        parent: Context | None,
+        owner: int = 0,
     ) -> Open | None:
-        """The event that opens a stream; None where the request is no valid one, which its outbox is told."""
+        """The event that opens a stream; None where the request is no valid one, which its outbox is told.
+
+        `owner`: the session's; 0 for calls outside of sessions.
+        """
         self._num_ids += 1
         stream_id = self._num_ids
         trace = RequestTrace(self._telemetry.tracer, parent) if self._telemetry.enabled else None
@@ -103,22 +116,40 @@ class Engine:
                 trace=trace.proto if trace is not None else None,
                 seed=secrets.randbits(63),
             )
-        except RorqualError as error:
-            self._deliver(stream, StreamFailed(stream_id, error))
+        except Exception as error:
+            self._deliver(stream, StreamFailed(stream_id, _failure(error)))
             return None
         if trace is not None:
             trace.opened(request, self.core.model.name if self.core.model is not None else "")
         self._streams[stream_id] = stream
-        return Open(stream_id, request, proto.token_ids)
+        return Open(stream_id, request, proto.token_ids, owner)
 
     def submit(self, events: Sequence[Event]) -> None:
         """Events of one caller that came together."""
         if events:
             self._sleep.stir(len(self._streams))
-            effects = self.core.handle_all(events, self.now_s())
+            try:
+                effects = self.core.handle_all(events, self.now_s())
+            except Exception as error:
+                effects = self._without_what_fails(events, error)
             self._wake(effects.links)  # first, so that orders are on their way before callers are told that they are
             self._dispatch(effects)
             self._arm_deadline()
+
+    def _without_what_fails(self, events: Sequence[Event], error: Exception) -> Effects:
+        """One of `events` has raised: streams that were not opened fail, what others were told holds."""
+        failure = _failure(error)
+        for event in events:
+            if isinstance(event, Open) and not self.core.is_open(event.stream_id):
+                stream = self._streams.pop(event.stream_id, None)
+                if stream is not None:
+                    self._deliver(stream, StreamFailed(event.stream_id, failure))
+        return self.core.handle_all([e for e in events if isinstance(e, (Cancel, FinishEarly))], self.now_s())
+
+    def new_owner(self) -> int:
+        """For a session's opens."""
+        self._num_ids += 1
+        return self._num_ids
 
     def cancel(self, stream_ids: Sequence[int]) -> None:
         """The caller is gone, or no longer wants these. Unknown or ended ones do nothing."""
@@ -309,6 +340,14 @@ class Engine:
             stream.trace.follow(event)
         if isinstance(event, (StreamTokens, StreamStarted, StreamFinished, StreamFailed)):
             stream.outbox.push(stream.local_id, event)
+
+
+def _failure(error: Exception) -> RorqualError:
+    """What a stream is told; the text of a bug of ours stays in the log."""
+    if isinstance(error, RorqualError):
+        return error
+    _log.error("a request failed inside the scheduler", exc_info=error)
+    return InternalError("the scheduler failed; its log says how")
 
 
 def _text(error: BaseException) -> str:

@@ -44,6 +44,7 @@ class Open:
     stream_id: int
     request: Request
     token_ids: bytes
+    owner: int = 0  # the session it came in: one gets a share of the queue where others want in
 
 
 @dataclass(frozen=True, slots=True)

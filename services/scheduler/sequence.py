@@ -55,6 +55,7 @@ class Sequence:
         "num_own_from",
         "num_sent",
         "num_tokens",
+        "owner",
         "prefill_end",
         "priority",
         "prompt_logprobs",
@@ -78,8 +79,11 @@ class Sequence:
         "was_preempted",
     )
 
-    def __init__(self, stream_id: int, request: Request, token_ids: bytes, arrival: int, arrival_s: float) -> None:
+    def __init__(
+        self, stream_id: int, request: Request, token_ids: bytes, arrival: int, arrival_s: float, owner: int = 0
+    ) -> None:
         self.stream_id = stream_id
+        self.owner = owner
         self.request = request
         self.history = bytearray(token_ids)  # little-endian uint32: slices go to the wire as they are
         self.num_tokens = len(token_ids) // 4

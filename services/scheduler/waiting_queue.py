@@ -11,9 +11,14 @@ _MIN_COMPACT = 64
 _MOST_DOUBLINGS = 32  # more than lie between any two classes
 
 
+def num_periods(waited_s: float, ageing_s: float) -> int:
+    """Whole periods; one that lacks no more than rounding counts, or who is due now would be due now again for ever."""
+    return int(waited_s / ageing_s + 1e-6)
+
+
 def classes_gained(waited_s: float, ageing_s: float) -> int:
     """By how many classes waiting has improved a history: 0, and from each `ageing_s` on 1, 2, 4, 8 …"""
-    periods = int(waited_s / ageing_s)
+    periods = num_periods(waited_s, ageing_s)
     return 1 << min(periods - 1, _MOST_DOUBLINGS) if periods > 0 else 0
 
 
@@ -102,6 +107,7 @@ class WaitingQueue:
         best = min(self._work)
         if best_running is not None:
             best = min(best, best_running)
+        again: list[tuple[float, int, Sequence]] = []
         while due and due[0][0] <= now_s:
             _, ticket, seq = heapq.heappop(due)
             if seq.queue_ticket != ticket:
@@ -113,6 +119,8 @@ class WaitingQueue:
                 seq.priority = gained
                 seq.tried_at = -1
                 self._put(seq)
-            num_periods = int(waited_s / self._ageing_s)
-            heapq.heappush(due, (seq.queued_s + (num_periods + 1) * self._ageing_s, seq.queue_ticket, seq))
+            next_period = num_periods(waited_s, self._ageing_s) + 1
+            again.append((seq.queued_s + next_period * self._ageing_s, seq.queue_ticket, seq))
+        for entry in again:
+            heapq.heappush(due, entry)
         self._compact()

@@ -143,7 +143,7 @@ def response_from_event(event: StreamEvent) -> generation_pb2.GenerateResponse |
     return response
 
 
-@functools.lru_cache(maxsize=1 << 15)
+@functools.lru_cache(maxsize=1 << 12)  # of about 300 bytes: the streams that run, not all there ever were
 def _delta_head(stream_id: int, num_bytes: int) -> bytes:
     """A frame's bytes of one delta with that many bytes of token ids, up to these: they come last."""
     event = generation_pb2.GenerationEvent(stream_id=stream_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from opentelemetry.sdk.trace.export import SpanExporter
 
 from rorqual.core.clock import Clock, SystemClock
 from rorqual.core.config import TokenizerConfig
+from rorqual.core.garbage import give_back_memory
 from rorqual.rpc.channel import open_channel
 from rorqual.rpc.server import RpcServer
 from rorqual.telemetry import Telemetry
@@ -51,6 +53,7 @@ class TokenizerApp:
         self._telemetry = Telemetry("tokenizer", config.telemetry, exporter=span_exporter)
         self._name = config.served_model_name or folder.resolve().name
         self._server: RpcServer | None = None
+        self._giving_back: asyncio.Task[None] | None = None
         self._channel: grpc.aio.Channel | None = None
 
     @property
@@ -91,12 +94,15 @@ class TokenizerApp:
         port = await self._server.start()
         self._link.start()
         self._watch.start()
+        self._giving_back = asyncio.create_task(give_back_memory(lambda: self._link.num_streams == 0))
         threading.Thread(target=self._vocabulary.learn_tokens, name="learn-tokens", daemon=True).start()
         return port
 
     async def stop(self, grace_s: float = 2.0) -> None:
         """Refuse new calls, give running ones `grace_s`, then end."""
         if self._server is not None:
+            if self._giving_back is not None:
+                self._giving_back.cancel()
             await self._watch.stop()
             await self._server.stop(grace_s)
             await self._link.stop()

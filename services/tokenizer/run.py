@@ -145,6 +145,7 @@ class TextRun:
         for choice in self.choices:
             choice.close()
         self._on_done(self)
+        self.choices = []  # each has this run: nothing of a request is to wait for the collector of cycles
 
     def accept(self, started: generation_pb2.Started | None = None) -> None:
         """Tell the caller, once, what it needs for a resume; and the prompt where it is echoed."""

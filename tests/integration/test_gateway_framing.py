@@ -347,6 +347,20 @@ async def test_a_fault_in_a_queued_body_waits_for_its_turn(
     assert await wire.ended()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_with_requests_in_line_is_cancelled(
+    wire: Wire, tokenizer: ScriptedTokenizer, stream: bool
+) -> None:
+    never = asyncio.Event()
+    tokenizer.script = lambda request: Script(say("a").steps, gate=lambda step: never)
+    body = json.dumps({**CHAT, "stream": stream}).encode()
+    await wire.send(with_length(body) * 3)
+    await tokenizer.request_seen.wait()
+    wire.writer.close()
+    await tokenizer.cancel_seen.wait()
+    assert len(tokenizer.requests) == 1
+
+
 async def test_an_unread_body_is_no_request(wire: Wire) -> None:
     """The answer comes before the body, which is read away."""
     await wire.send(b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(SMUGGLED))
@@ -423,6 +437,17 @@ async def test_a_body_that_was_not_asked_for_ends_the_connection(
     answer = await wire.head()
     assert answer.status == status
     assert answer.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+async def test_an_answer_before_the_body_is_not_taken_back(wire: Wire, version: bytes) -> None:
+    """A socket that is closed while bytes arrive drops what it has sent: the body is read away first."""
+    await wire.send(
+        b"POST /nothing HTTP/" + version + b"\r\nHost: x\r\nConnection: close\r\nContent-Length: 9000000\r\n\r\n"
+    )
+    await wire.send(*[b"x" * 100_000] * 40)
+    assert (await wire.answer()).status == 404
+    assert await wire.ended()
 
 
 CODINGS: dict[str, Callable[[bytes], bytes]] = {

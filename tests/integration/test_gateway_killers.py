@@ -10,7 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.upstream.link import SessionLink
+from rorqual.core.clock import SystemClock
+from rorqual.core.errors import RorqualError
 from rorqual.core.quarantine import MAX_GROUP
+from rorqual.rpc.channel import open_channel
+from rorqual.v1 import text_pb2, text_pb2_grpc
 from tests.support.running_gateway import CHAT, RunningGateway, running_gateway, sse_events
 from tests.support.scripted_tokenizer import Script, ScriptedTokenizer, say
 
@@ -136,3 +141,60 @@ async def test_a_suspect_that_is_given_up_leaves_nobody_waiting() -> None:
         for n, response in enumerate(await asyncio.gather(*asking)):
             assert content(response, stream=False) == whole(f"whale {n}")
         assert not http.gateway.replicas.isolation.is_active
+
+
+class Reader:
+    """A stream that only listens."""
+
+    num_tokens = 0
+    model = ""
+
+    def __init__(self) -> None:
+        self.lost: list[bool] = []
+
+    def on_message(self, message: text_pb2.TextStreamEvents) -> None: ...
+
+    def on_lost(self, error: RorqualError, *, died: bool) -> None:
+        self.lost.append(died)
+
+    def move(self) -> None: ...
+
+    def convict(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("end", "died"),
+    [
+        (ScriptedTokenizer.break_sessions, True),
+        (ScriptedTokenizer.stop, False),  # it was told to
+        (None, False),  # nobody was there: the machine refused the connection
+    ],
+)
+async def test_only_a_peer_that_was_there_can_die(end: Any, died: bool) -> None:
+    async with tokenizers(1, killer_and_innocents(-1)) as (tokenizer,), asyncio.timeout(30):
+        if end is None:
+            await tokenizer.stop()
+        ended: list[tuple[int, bool]] = []
+        async with open_channel(tokenizer.address) as channel:
+            link = SessionLink(
+                tokenizer.address,
+                text_pb2_grpc.TextServiceStub(channel).Session,
+                peer_timeout_s=5.0,
+                clock=SystemClock(),
+                on_end=lambda link, readers, died: ended.append((len(readers), died)),
+            )
+            reader = Reader()
+            command = text_pb2.TextCommand()
+            command.chat.messages.add(role="user", content="whale")
+            link.open(reader, command)
+            running = asyncio.create_task(link.run())
+            if end is not None:
+                while not tokenizer.requests:
+                    await asyncio.sleep(0.002)
+                if (stopping := end(tokenizer)) is not None:
+                    await stopping
+            await running
+        assert reader.lost == [died]
+        assert [was_death for _, was_death in ended] == [died]
+        if end is not None:
+            assert ended[0][0] == 1

@@ -36,7 +36,9 @@ def test_ten_seconds_on_simulated_steps_are_clean(tmp_path: Path) -> None:
     assert record["failed"] == 0
     assert record["requests"] > record["dropped"] > 0
     assert record["probed"] > 0
-    assert set(record["mib"]) == {"gateway", "tokenizer", "scheduler", "executor"} == set(record["mib_per_min"])
+    processes = {"gateway", "tokenizer", "scheduler", "executor"}  # and what they started themselves
+    assert processes <= set(record["mib"])
+    assert processes <= set(record["mib_per_min"])
 
 
 # --- a server with planted faults ------------------------------------------------------------------------------------

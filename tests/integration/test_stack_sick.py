@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -33,6 +34,42 @@ def sim(tmp_path: Path, events: list[Event], monkeypatch: pytest.MonkeyPatch) ->
     stack.start(timeout_s=120)
     yield stack
     stack.stop()
+
+
+@pytest.mark.parametrize("lethal", ["tokenizer", "executor"])
+@pytest.mark.parametrize("num_tokenizers", [1, 2])
+async def test_one_request_that_kills_fails_and_nobody_else(
+    tmp_path: Path, events: list[Event], monkeypatch: pytest.MonkeyPatch, lethal: str, num_tokenizers: int
+) -> None:
+    """Real processes, killed by a signal in the middle of 64 others' answers, and started again by the launcher."""
+    monkeypatch.setattr(stack_module, "BACKOFF_S", (0.05,))
+    plan = make_plan({"backend": "sim", "port": 0}, num_tokenizers=num_tokenizers)
+    specs = [
+        dataclasses.replace(spec, module=f"tests.support.lethal_{lethal}") if spec.name.startswith(lethal) else spec
+        for spec in plan.processes
+    ]
+    stack = Stack(dataclasses.replace(plan, processes=tuple(specs)), log_dir=tmp_path / "logs", on_event=events.append)
+    await asyncio.to_thread(stack.start, 120)
+    try:
+        async with httpx.AsyncClient(base_url=stack.url, timeout=120) as client:
+
+            async def ask(number: int, **fields: object) -> httpx.Response:
+                return await client.post("/v1/completions", json={**ASKED, "prompt": f"whale {number}", **fields})
+
+            calm = [(await ask(number)).json()["choices"][0]["text"] for number in range(3)]
+            asking = [asyncio.create_task(ask(number % 3)) for number in range(64)]
+            guilty = await ask(0, logit_bias={"42": 1})
+            assert guilty.status_code == 500
+            assert guilty.json()["error"]["code"] == f"request_kills_{lethal}"
+            for number, response in enumerate(await asyncio.gather(*asking)):
+                assert response.status_code == 200, response.text
+                assert response.json()["choices"][0]["text"] == calm[number % 3]
+            assert (await ask(0)).json()["choices"][0]["text"] == calm[0]
+    finally:
+        await asyncio.to_thread(stack.stop)
+    died = [event.name for event in events if event.kind == "died"]
+    assert all(name.startswith(lethal) for name in died)
+    assert 3 <= len(died) <= 5
 
 
 def num_deaths(events: list[Event], name: str) -> int:

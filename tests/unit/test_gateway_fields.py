@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 from typing import Any
 
@@ -352,3 +353,19 @@ def test_wrong_types_anywhere_never_raise_anything_else(body: dict[str, Any]) ->
         completion, _ = completions.READER.read(raw)
         for command in completions.completion_commands(completion, "r"):
             command.SerializeToString()
+
+
+def test_reading_a_body_leaves_nothing_for_the_collector_of_cycles() -> None:
+    """It runs seldom here: what waits for it is memory that grows with each request."""
+    body = json.dumps(with_field(stream_options={"include_usage": True, "stranger": "x" * 1000}, odd=1)).encode()
+    chat.READER.read(body)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(10):
+            assert chat.READER.read(body)[1] == ["odd", "stream_options.stranger"]
+            with contextlib.suppress(InvalidRequestError):
+                chat.READER.read(b'{"messages": 5}')
+        assert gc.collect() == 0
+    finally:
+        gc.enable()

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from executor.orders import read_sampling
+from executor.sampler import check_sampling
 from gateway.anthropic import request as message_request
 from gateway.openai import chat, completions, response_request
 from gateway.openai.fields import BodyReader
@@ -89,6 +90,7 @@ def run(generate: generation_pb2.GenerateRequest) -> None:
     assert request.deadline_s is None or math.isfinite(request.deadline_s)
     assert isinstance(request.sampling, common_pb2.SamplingParams)
     spec = read_sampling(common_pb2.SamplingParams.FromString(request.sampling.SerializeToString()))
+    check_sampling(spec)  # the executor's own, which ends a sequence
     with np.errstate(all="raise"):
         pack_record(spec, request.choice_index, num_prompt_tokens=request.num_prompt_tokens)
         # What the sampler does with them, on logits larger than any model's.
@@ -112,11 +114,11 @@ def completion_of(body: Any) -> text_pb2.TextOptions:
 
 
 def response_of(body: Any) -> text_pb2.TextOptions:
-    return chat_of(response_request.chat_body(body)[0])
+    return chat_of(response_request.chat_body(body, response_request.read_tools(body))[0])
 
 
 def message_of(body: Any) -> text_pb2.TextOptions:
-    return chat_of(message_request.chat_body(body)[0])
+    return chat_of(message_request.chat_body(body, [])[0])
 
 
 TURN = [{"role": "user", "content": "hi"}]

@@ -115,6 +115,20 @@ def test_who_waits_gets_a_better_class_but_none_better_than_is_there() -> None:
     assert [queue.ahead(4), queue.ahead(5)[0]] == [(0, 0, 0), 3]
 
 
+@pytest.mark.parametrize("ageing_s", [0.02, 0.1, 0.3, 30.0])
+def test_ageing_goes_on_whatever_is_rounded(ageing_s: float) -> None:
+    """Asked at just the times that it names itself, where a quotient may come out below a whole number."""
+    queue = WaitingQueue(ageing_s)
+    waiting, best = sequence(1, priority=100), sequence(2, priority=0)
+    queue.push(best, 0.001)
+    queue.push(waiting, 0.001)
+    for period in range(1, 200):
+        due_s = max(entry[0] for entry in queue._due)
+        assert due_s == pytest.approx(0.001 + period * ageing_s)
+        queue.peek(due_s)
+    assert waiting.priority == 0
+
+
 def test_a_class_that_runs_counts_as_there() -> None:
     queue = WaitingQueue(30.0)
     waiting = sequence(1, priority=3)
