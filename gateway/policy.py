@@ -77,6 +77,7 @@ RULES = (
     Rule("tools[].type", _RESPONSES, _IGNORED, ("function", "custom", "namespace")),
     Rule("tools[].format", _RESPONSES, _IGNORED, ("text",)),
     Rule("tools[].type", _MESSAGES, _IGNORED, ("custom",)),
+    Rule("messages[].content[]", _CHAT | _TOKENIZE, _IGNORED, ("text", "refusal")),  # of a tool's message
     Rule("input[].output[]", _RESPONSES, _IGNORED, ("text",)),
     Rule("messages[].content[].content[]", _MESSAGES, _IGNORED, ("text",)),
     Rule("system[]", _MESSAGES, _IGNORED, ("text",)),

@@ -26,18 +26,30 @@ _CHOICE_MODES = {
     "required": text_pb2.TOOL_CHOICE_MODE_REQUIRED,
 }
 
-_TOOL_TYPE = rules_of(Dialect.CHAT)["tools[].type"]
+_RULES = rules_of(Dialect.CHAT)
 _TOOL = re.compile(r"^tools\[(\d+)\]")
 
 _encode = msgspec.json.encode
 
 
-def leave_out_tools(body: ChatBody | TokenizeBody) -> tuple[list[str], list[str]]:
-    """Take the tools that are no functions out of `body`: (where each that is left stands, the names of the others)."""
+def leave_out(body: ChatBody | TokenizeBody) -> tuple[list[str], list[str]]:
+    """Take out of `body` what agents cannot stop sending: tools that are no functions, and parts of a tool's result that
+    are no text, for which a line stands in.
+
+    Returns where each tool that is left stands, and the names of what is left out.
+    """
     kept, places, ignored = [], [], []
+    for number, message in enumerate(body.messages or ()):
+        if message.role == "tool" and isinstance(message.content, list):
+            for index, part in enumerate(message.content):
+                place = f"messages[{number}].content[{index}]"
+                if ignores(_RULES["messages[].content[]"], part.type, place):
+                    kind = part.type.removesuffix("_url").removeprefix("input_")[:64]
+                    message.content[index] = ContentPart("text", f"[{kind}: this model reads text only]")
+                    ignored.append(place)
     for index, tool in enumerate(body.tools or ()):
         place = f"tools[{index}]"
-        if ignores(_TOOL_TYPE, tool.type):
+        if ignores(_RULES["tools[].type"], tool.type):
             ignored.append(place)
         else:
             kept.append(tool)

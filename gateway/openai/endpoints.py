@@ -19,7 +19,7 @@ from ..upstream.replicas import CALL_TIMEOUT_S, model_not_found
 from . import chat, completions, response_request
 from .answer_schema import Detokenized, ModelList, ModelObject, Tokenized
 from .constraint import constraint_name
-from .conversation import chat_request, in_place, leave_out_tools
+from .conversation import chat_request, in_place, leave_out
 from .fields import BodyReader, ignored_header, invalid
 from .response_answer import ResponsesAnswer
 from .response_schema import Reasoning, ResponseObject
@@ -35,7 +35,7 @@ async def chat_completions(context: GatewayContext, exchange: Exchange) -> None:
     with operation(context, exchange, "chat") as span:
         body, unknown = chat.READER.read(await exchange.body(context.config.max_body_bytes))
         begin(context, exchange, span, body.model, unknown)
-        places, ignored = leave_out_tools(body)
+        places, ignored = leave_out(body)
         exchange.extra_headers.update(ignored_header(unknown + ignored))
         exchange.errors = replace(exchange.errors, rename=lambda name: in_place(name, places))
         command = chat.chat_command(body, exchange.request_id)
@@ -148,7 +148,7 @@ async def tokenize(context: GatewayContext, exchange: Exchange) -> None:
             if body.add_special_tokens is not None:
                 request.add_special_tokens = body.add_special_tokens
         else:
-            places, ignored = leave_out_tools(body)
+            places, ignored = leave_out(body)
             exchange.extra_headers.update(ignored_header(unknown + ignored))
             exchange.errors = replace(exchange.errors, rename=lambda name: in_place(name, places))
             request.chat.CopyFrom(chat_request(body))

@@ -121,9 +121,14 @@ class GenerationFields(SamplingFields, kw_only=True):
 
 
 class ContentPart(msgspec.Struct):
+    """Text. The last fields are those of parts that no model here can read."""
+
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: Any = None
+    input_audio: Any = None
+    file: Any = None
 
 
 class FunctionCall(msgspec.Struct):

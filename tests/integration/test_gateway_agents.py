@@ -277,6 +277,21 @@ async def test_an_image_that_a_tool_gave_is_a_line_of_text(http: RunningGateway,
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input[0].content[0]")
 
 
+async def test_an_image_in_a_chats_tool_message_is_a_line_too(
+    http: RunningGateway, tokenizer: ScriptedTokenizer
+) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages: list[Any] = [USER, {"role": "assistant", "tool_calls": [call]}]
+    messages.append({"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "see"}, image]})
+    response = await http.client.post("/v1/chat/completions", json={"messages": messages})
+    assert ignored(response) == ["messages[2].content[1]"]
+    assert chat_of(tokenizer).messages[2].content == "see\n[image: this model reads text only]"
+    messages.append({"role": "user", "content": [image]})
+    refused = await http.client.post("/v1/chat/completions", json={"messages": messages})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages[3].content[0]")
+
+
 async def test_what_another_server_did_is_left_out(http: RunningGateway, tokenizer: ScriptedTokenizer) -> None:
     search = {"type": "web_search_call", "id": "ws_1", "status": "completed"}
     assert "input[1]" in ignored(await http.client.post("/v1/responses", json={"input": [USER, search]}))
