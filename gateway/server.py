@@ -14,22 +14,19 @@ from collections.abc import Generator
 from pathlib import Path
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rorqual.core.config import GatewayConfig
 from rorqual.core.errors import ConfigError
 from rorqual.core.garbage import collect_seldom
 
 from .app import Gateway
-from .failures import Failure
+from .http1 import HttpConnection
 
 _log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 90
 """Above the idle time after which load tools and proxies close a connection themselves."""
 
-MAX_HEADER_BYTES = 64 * 1024
-HEAD_TIMEOUT_S = 60.0
 SHUTDOWN_GRACE_S = 30.0
 BACKLOG = 2048
 
@@ -37,83 +34,6 @@ BACKLOG = 2048
 _KEEP_ALIVE_IDLE_S, _KEEP_ALIVE_PERIOD_S, _KEEP_ALIVE_PROBES = 30, 10, 3
 _USER_TIMEOUT_MS = 120_000
 _SEND_BUFFER_BYTES = 128 * 1024  # a slow client's share of the kernel's memory; left alone it grows to megabytes
-
-
-class JsonErrorProtocol(HttpToolsProtocol):
-    """uvicorn's protocol over httptools, whose own refusals are in OpenAI's shape too, and whose heads are bounded.
-
-    Measured against uvicorn's other one, h11, at 256 streams: see docs/benchmarks.md, "The control plane".
-    """
-
-    _head_bytes = 0  # of a request whose head has not ended
-    _num_heads = 0
-    _in_head = True
-    _head_timer: asyncio.TimerHandle | None = None
-    _too_long = f"the request's head is longer than {MAX_HEADER_BYTES} bytes"
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._expect_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._forget_timer()
-        super().connection_lost(exc)
-
-    def _expect_head(self) -> None:
-        """A connection on which no head comes to an end holds a descriptor for nothing."""
-        if self._head_timer is None:
-            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
-
-    def _forget_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
-    def _head_is_late(self) -> None:
-        self._head_timer = None
-        if self._head_bytes:
-            self._refuse(408, "Request Timeout", "timeout_error", f"the request's head took over {HEAD_TIMEOUT_S:g} s")
-        else:
-            self.transport.close()
-
-    def data_received(self, data: bytes) -> None:
-        num_heads, all_head = self._num_heads, self._in_head
-        if all_head:
-            self._expect_head()
-        super().data_received(data)
-        if not all_head or self._num_heads != num_heads:  # of a body, at least in part
-            self._head_bytes = 0
-        elif self.parser is not None:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEADER_BYTES:
-                self.send_400_response(self._too_long)
-
-    def on_headers_complete(self) -> None:
-        self._in_head = False
-        self._num_heads += 1
-        self._forget_timer()
-        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
-            self.send_400_response(self._too_long)
-            raise ValueError(self._too_long)  # which ends the parser's work on the connection
-        super().on_headers_complete()
-
-    def on_message_complete(self) -> None:
-        self._in_head = True
-        super().on_message_complete()
-
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "Bad Request", "invalid_request_error", msg)
-
-    def _refuse(self, status: int, phrase: str, kind: str, msg: str) -> None:
-        if self.transport.is_closing():
-            return
-        body = Failure(status, msg, kind, code="invalid_http" if status == 400 else "deadline_exceeded").body()
-        head = (
-            f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode("ascii") + body)
-        self.transport.close()
 
 
 class HttpServer(uvicorn.Server):
@@ -177,7 +97,7 @@ def make_server(gateway: Gateway, *, grace_s: float = SHUTDOWN_GRACE_S) -> HttpS
     return HttpServer(
         uvicorn.Config(
             gateway,
-            http=JsonErrorProtocol,
+            http=HttpConnection,
             ws="none",
             loop="none",
             lifespan="off",

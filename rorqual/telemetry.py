@@ -27,6 +27,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 from rorqual import __version__
 from rorqual.core.config import TelemetryConfig
 from rorqual.core.errors import ConfigError
+from rorqual.core.limits import STRINGS
 from rorqual.core.otel import read_otel
 from rorqual.v1 import common_pb2
 
@@ -268,4 +269,7 @@ def context_to_proto(span: trace.Span) -> common_pb2.TraceContext:
         return common_pb2.TraceContext()
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, context=trace.set_span_in_context(span))
-    return common_pb2.TraceContext(traceparent=carrier.get("traceparent", ""), tracestate=carrier.get("tracestate", ""))
+    state = carrier.get("tracestate", "")
+    if len(state) > STRINGS["tracestate"].most_bytes:  # a client's, which W3C lets everyone drop
+        state = ""
+    return common_pb2.TraceContext(traceparent=carrier.get("traceparent", ""), tracestate=state)

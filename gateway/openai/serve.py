@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 from collections.abc import Sequence
 
-from rorqual.core.errors import CancelledRequestError, DeadlineExceededError, QueueFullError, RorqualError
+from rorqual.core.errors import (
+    CancelledRequestError,
+    DeadlineExceededError,
+    InternalError,
+    QueueFullError,
+    RorqualError,
+)
 from rorqual.telemetry import context_to_proto
 from rorqual.v1 import text_pb2
 
 from ..asgi import Exchange
 from ..context import GatewayContext
 from ..observe import OperationSpan
-from ..upstream.inbox import SLOW_CLIENT, Inbox, Piece
+from ..silence import COMMENT, Silence
+from ..upstream.inbox import IDLE, SLOW_CLIENT, Inbox, Piece
 from ..upstream.stream import TextStream
 from .answer import Answer, AnswerOptions
 from .fields import ignored_header
 from .schema import ChatBody, CompletionBody, GenerationFields
+
+_log = logging.getLogger(__name__)
 
 PAUSE_S = 0.1
 """A write that waits longer for its client is counted."""
@@ -79,9 +89,11 @@ async def serve_generation(
     *,
     stream: bool,
     echo: bool = False,
+    keep_alive: bytes = COMMENT,
 ) -> None:
     """Answer `commands` (one a prompt, with equal n) as one response.
 
+    `keep_alive`: what a stream says after each `keep_alive_s` of silence, before its first token too.
     Raises RorqualError for what the caller has yet to tell the client; CancelledRequestError where it left.
     Whatever happens, nothing of it runs on afterwards.
     """
@@ -95,6 +107,7 @@ async def serve_generation(
         body.options.trace.CopyFrom(trace)
         if salt := exchange.cache_salt(body.options.cache_salt):
             body.options.cache_salt = salt
+        body.options.priority = exchange.priority(body.options.priority)
         num_choices = max(1, body.options.num_choices)
         streams.append(
             TextStream(
@@ -112,14 +125,16 @@ async def serve_generation(
     watcher = exchange.watch_disconnect(functools.partial(_leave, inbox, streams))
     end = functools.partial(_end, inbox, streams)
     context.running.add(end)
+    starting: asyncio.Task[None] | None = None
     try:
-        for text_stream in streams:
-            await text_stream.start()
-            if inbox.error is not None:
-                raise inbox.error
         if stream:
-            await _stream_out(context, exchange, inbox, answer)
+            starting = asyncio.create_task(_start_all(streams, inbox))  # beside it, for a tokenizer may be waited for
+            await _stream_out(context, exchange, inbox, answer, keep_alive)
         else:
+            for text_stream in streams:
+                await text_stream.start()
+                if inbox.error is not None:
+                    raise inbox.error
             body_bytes = answer.whole(await inbox.take())
             await exchange.respond(200, body_bytes)
     except CancelledRequestError:
@@ -133,6 +148,8 @@ async def serve_generation(
         context.running.discard(end)
         timer.cancel()
         watcher.cancel()
+        if starting is not None:
+            starting.cancel()
         for text_stream in streams:
             text_stream.cancel()
         span.tokens(inbox)
@@ -150,18 +167,44 @@ def _end(inbox: Inbox, streams: Sequence[TextStream], error: RorqualError) -> No
         text_stream.cancel()
 
 
-async def _stream_out(context: GatewayContext, exchange: Exchange, inbox: Inbox, answer: Answer) -> None:
-    """Headers once the request is accepted, then a write for each batch of pieces."""
-    pieces = await inbox.take()
-    await exchange.begin_stream()
-    while pieces:
-        events = answer.chunks(pieces[0]) if len(pieces) == 1 else await _join(exchange, pieces, answer)
-        if events:
-            began_s = context.clock.monotonic_s()
-            await exchange.write(events)
-            if context.clock.monotonic_s() - began_s > PAUSE_S:
-                context.meters.slow_client_pauses.inc()
+async def _start_all(streams: Sequence[TextStream], inbox: Inbox) -> None:
+    """Start `streams`; what hinders one fails the inbox."""
+    try:
+        for text_stream in streams:
+            await text_stream.start()
+            if inbox.error is not None:
+                return
+    except RorqualError as error:
+        error.__traceback__ = None  # its frames hold the inbox, which holds it
+        inbox.fail(error)
+    except Exception:
+        _log.exception("a request could not be started")
+        inbox.fail(InternalError("a request could not be started"))
+
+
+async def _stream_out(
+    context: GatewayContext, exchange: Exchange, inbox: Inbox, answer: Answer, keep_alive: bytes
+) -> None:
+    """Headers once the request is accepted, or has waited for long; then a write for each batch of pieces."""
+    clock = context.clock
+    silence = Silence(asyncio.get_running_loop(), clock, inbox, context.config.keep_alive_s)
+    try:
         pieces = await inbox.take()
+        await exchange.begin_stream()
+        while pieces:
+            if pieces[0] is IDLE:
+                await exchange.write(keep_alive)
+                del pieces[0]
+            events = answer.chunks(pieces[0]) if len(pieces) == 1 else await _join(exchange, pieces, answer)
+            if events:
+                began_s = clock.monotonic_s()
+                await exchange.write(events)
+                silence.last_write_s = now_s = clock.monotonic_s()
+                if now_s - began_s > PAUSE_S:
+                    context.meters.slow_client_pauses.inc()
+            pieces = await inbox.take()
+    finally:
+        silence.end()
     await exchange.end_stream(answer.last_chunks())
 
 

@@ -69,6 +69,10 @@ class Piece:
         return b"".join(self.id_parts)
 
 
+IDLE = Piece(-1, "idle")
+"""Stands first among the pieces of a reader that was woken because nothing had come."""
+
+
 def finite(logprob: float) -> float:
     """`logprob`, or a floor where it is infinite or no number."""
     return logprob if math.isfinite(logprob) else MIN_LOGPROB
@@ -179,6 +183,13 @@ class Inbox:
             self._backlog_bytes += len(delta.arguments_json_delta)
         tail.id_parts.append(ids)
         tail.logprobs += logprobs
+
+    def idle(self) -> None:
+        """Hand IDLE to a reader that waits; does nothing where none does."""
+        waiter = self._waiter
+        if waiter is not None and not waiter.done() and not self._whole:
+            self._pieces.append(IDLE)
+            self._wake()
 
     def end_stream(self) -> None:
         """One of the streams has said all."""

@@ -169,7 +169,8 @@ def up(
 
     With no flags it serves the model that ships with the project on [bold]http://127.0.0.1:8000[/bold].
     Another checkpoint: [bold]rorqual up --model /path/to/checkpoint --port 9000[/bold].
-    A process that dies is started again, and its requests go on.
+    A process that dies is started again, however often, and its requests go on; meanwhile what needs it waits, then gets
+    503 with Retry-After. The waits between starts grow to 30 s.
     Every flag is also a variable (--max-model-len is RORQUAL_MAX_MODEL_LEN) and a key of the TOML file.
     """
     plan = make_plan(settings, config=config, grpc_port=grpc_port, num_gateways=gateways)

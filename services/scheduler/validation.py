@@ -11,6 +11,9 @@ from rorqual.core.errors import CapacityError, InvalidRequestError, PromptTooLon
 from .events import ModelSpec, Request
 from .kv_cache import blocks_for
 
+MAX_ADMIT_BYTES = 48 << 20
+"""Of what an executor is told of a request at its admission: an order is one message, of at most 64 MiB."""
+
 UNSUPPORTED_CONSTRAINT = "UNSUPPORTED_CONSTRAINT"
 
 
@@ -58,6 +61,15 @@ def check_against_model(
                 field=field,
                 metadata={"token_id": str(largest), "vocab_size": str(model.vocab_size)},
             )
+    num_bytes = request.num_opaque_bytes + (4 * num_tokens if request.needs_known_tokens else 0)
+    if num_bytes > MAX_ADMIT_BYTES:
+        return InvalidRequestError(
+            f"the request has {num_bytes} bytes of sampling parameters and known tokens, and an executor takes "
+            f"{MAX_ADMIT_BYTES}: make its grammar, or its history, shorter",
+            reason="REQUEST_TOO_LARGE",
+            field="sampling",
+            metadata={"num_bytes": str(num_bytes), "max_bytes": str(MAX_ADMIT_BYTES)},
+        )
     if request.has_grammar and not model.takes_grammars:
         return InvalidRequestError(
             "sampling.grammar: the executors that serve this model take no grammars",

@@ -741,3 +741,21 @@ async def test_three_kinds_of_cache_groups_on_one_link(stack: Stack) -> None:
     (info,) = (await admin.ListExecutors(admin_pb2.ListExecutorsRequest())).executors
     assert [group.name for group in info.cache_groups] == ["mla", "window", "state"]
     assert list(info.group_free_blocks) == [100, 90, 40]
+
+
+@pytest.mark.parametrize("method", ["GenerationService/Session", "ExecutorLinkService/Connect"])
+@pytest.mark.parametrize("num_before", [0, 1])
+async def test_bytes_that_are_no_message_are_the_callers_fault(stack: Stack, method: str, num_before: int) -> None:
+    await stack.executor()
+    call = stack.channel.stream_stream(f"/rorqual.v1.{method}")()  # bytes as they are
+    before = generation_pb2.GenerationServiceSessionRequest()
+    before.commands.add(stream_id=1).open.CopyFrom(
+        generation_pb2.GenerateRequest(token_ids=pack_token_ids([1] * 10), num_prompt_tokens=10, max_tokens=4000)
+    )
+    for _ in range(num_before):
+        await call.write(before.SerializeToString() if "Session" in method else b"")
+        if "Session" in method:
+            assert await call.read() is not grpc.aio.EOF
+    await call.write(b"\xff\xff\xff")
+    assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
+    await stack.until(lambda info: info.num_running == 0)

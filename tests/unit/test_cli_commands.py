@@ -76,7 +76,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["up", "--port"], "--port"),
         (["generate"], "prompt"),
         (["chat", "--temperature", "warm"], "--temperature"),
-        (["chat", "--temperature", "-1"], "temperature must be at least 0"),
+        (["chat", "--temperature", "-1"], "temperature must be 0 to 100"),
         (["chat", "--url", "grpc://nowhere"], "the URL must be grpc://host:port"),
         (["chat", "--url", "ftp://host"], "the URL must be"),
         (["chat", "--url", "grpc://127.0.0.1:1", "--dtype", "float32"], "a running server has its own settings"),

@@ -26,6 +26,7 @@ class ManualClock:
 class FakeLink:
     heard = True
     silent_s = 0.0
+    closed = False
 
     def __init__(self, num_streams: int) -> None:
         self.num_streams = num_streams

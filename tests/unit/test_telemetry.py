@@ -12,7 +12,8 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from rorqual.core.config import TelemetryConfig
 from rorqual.core.errors import ConfigError
-from rorqual.telemetry import Telemetry
+from rorqual.core.limits import STRINGS
+from rorqual.telemetry import Telemetry, context_from_pairs, context_to_proto
 
 
 class Collector(SpanExporter):
@@ -64,6 +65,20 @@ def test_what_a_collector_refuses_is_not_counted_as_exported() -> None:
     assert collector.num_spans == 1
     assert value(telemetry, "spans_ended_total") == 1
     assert value(telemetry, "spans_exported_total") == 0
+
+
+def test_a_trace_state_beyond_the_table_is_dropped_not_passed_on() -> None:
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    telemetry = Telemetry("gateway", TelemetryConfig())
+    for num_entries, size in ((8, 20), (31, 256)):
+        state = ",".join(f"vendor{n}={'x' * size}" for n in range(num_entries))
+        context = context_from_pairs((("traceparent", parent), ("tracestate", state)))
+        sent = context_to_proto(telemetry.tracer.start_span("step", context=context))
+        assert sent.traceparent[3:35] == parent[3:35]
+        assert len(state) == len(sent.tracestate) or len(state) > STRINGS["tracestate"].most_bytes > len(
+            sent.tracestate
+        )
+    assert not sent.tracestate
 
 
 def test_a_metrics_port_that_is_taken_is_told_with_its_cure() -> None:
