@@ -13,12 +13,14 @@ TESTS ?=
 API_FUZZ_S ?= 240
 EVENTS ?= 1000000
 SEED ?= 0
+MINUTES ?=
+CONCURRENCY ?=
 
 VENV := .venv/bin
 PYTHON_PACKAGES := rorqual services gateway executor
 export PYTHON TORCH_INDEX
 
-.PHONY: help serve test test-gpu test-api lint types protos check-protos kernels bench-cpu bench-gpu bench-formats bench-control-plane bench-scheduler fuzz-scheduler eval-tiny setup setup-dev clean
+.PHONY: help serve test test-gpu test-api lint types protos check-protos kernels bench-cpu bench-gpu bench-formats bench-control-plane bench-scheduler fuzz-scheduler soak soak-gpu hostile eval-tiny setup setup-dev clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -81,6 +83,17 @@ bench-scheduler: setup-dev  ## what a decision costs with up to 512 executors an
 
 fuzz-scheduler: setup-dev  ## the scheduler core under random events, all accounts checked after each (EVENTS=10000000 SEED=0)
 	@PYTHONPATH=. $(VENV)/python -m benchmarks.scheduler.fuzz --events $(EVENTS) --seed $(SEED)
+
+soak: setup-dev  ## mixed load with kills on the embedded model, every answer checked, memory watched (MINUTES=30 CONCURRENCY=16 SEED=0)
+	@PYTHONPATH=. $(VENV)/python -m benchmarks.soak --minutes $(or $(MINUTES),30) --seed $(SEED) \
+	    $(if $(CONCURRENCY),--concurrency $(CONCURRENCY)) $(FLAGS)
+
+soak-gpu: setup-dev kernels  ## the same on one Hopper GPU with DeepSeek-V2-Lite's shape (MINUTES=10 CONCURRENCY=96)
+	@PYTHONPATH=. $(VENV)/python -m benchmarks.soak --gpu --minutes $(or $(MINUTES),10) --seed $(SEED) \
+	    $(if $(CONCURRENCY),--concurrency $(CONCURRENCY)) $(FLAGS)
+
+hostile: setup-dev  ## every known attack on a running stack, and what innocents beside it notice (FLAGS="--only numbers", --list, --backend sim)
+	@PYTHONPATH=. $(VENV)/python -m benchmarks.hostile $(FLAGS)
 
 eval-tiny: setup-dev  ## scores of the embedded model
 	@$(VENV)/python models/tiny/evaluate.py $(FLAGS)

@@ -24,6 +24,7 @@ from rorqual.telemetry import Telemetry
 from rorqual.v1 import common_pb2, executor_pb2
 
 from .constraint import Constraints
+from .device_room import DeviceRoom
 from .gpu.backend import GpuBackend, why_not
 from .kv_cache import LatentCache
 from .link import PROTOCOL_VERSION
@@ -63,11 +64,19 @@ class Prepared:
     plan: CachePlan
     fingerprint: bytes
     meter: MemoryMeter
+    room: DeviceRoom
 
 
 def prepare(config: ExecutorConfig) -> Prepared:
-    """Load and size. Raises CheckpointError and ConfigError before anything is served."""
+    """Load and size. Raises CheckpointError and ConfigError before anything is served; DeviceFullError where the device
+    has no room for the model."""
     device = resolve_device(config.device)
+    room = DeviceRoom.of(device)
+    with room.needed_for("the model"):
+        return _prepare_on(device, config, room)
+
+
+def _prepare_on(device: torch.device, config: ExecutorConfig, room: DeviceRoom) -> Prepared:
     config = config.sized(on_gpu=device.type == "cuda")
     path = model_folder(config)
     torch.set_num_threads(num_threads(config))
@@ -88,6 +97,7 @@ def prepare(config: ExecutorConfig) -> Prepared:
             path, dtype=dtype, device=device, load_format=config.load_format, seed=config.seed, progress=progress
         ) as source,
     ):
+        room.require(source.num_elements * dtype.itemsize)
         reason = why_not(model_config, dtype, device)
         backend: Backend
         if reason:
@@ -110,15 +120,19 @@ def prepare(config: ExecutorConfig) -> Prepared:
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading passed through
     meter.close("weights")
-    plan = plan_cache(
-        block_bytes=LatentCache.block_bytes(backend.config, dtype),
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=max_model_len,
-        is_len_fixed=is_len_fixed,
-        kv_cache_bytes=config.kv_cache_bytes,
-        memory_bytes=backend.kv_room(config, meter),
-        takes_all=device.type == "cuda",
-    )
+    memory_bytes = backend.kv_room(config, meter)
+    try:
+        plan = plan_cache(
+            block_bytes=LatentCache.block_bytes(backend.config, dtype),
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=max_model_len,
+            is_len_fixed=is_len_fixed,
+            kv_cache_bytes=config.kv_cache_bytes,
+            memory_bytes=memory_bytes,
+            takes_all=device.type == "cuda",
+        )
+    except ConfigError as error:
+        raise room.explain(error) from None
     if plan.max_model_len < max_model_len:
         _log.warning(
             "the KV cache holds %d tokens: histories end there, short of the model's %d (--kv-cache-bytes for more)",
@@ -143,6 +157,7 @@ def prepare(config: ExecutorConfig) -> Prepared:
         plan=plan,
         fingerprint=fingerprint,
         meter=meter,
+        room=room,
     )
 
 
@@ -186,7 +201,8 @@ async def serve(prepared: Prepared, stop: asyncio.Event, ready_file: str = "") -
         loop.use_constraints(Constraints(grammars, limits.vocab_size))
 
     async def ready() -> executor_pb2.Hello:
-        await asyncio.wrap_future(loop.start(lambda: backend.warm_up(prepared.meter)))
+        with prepared.room.needed_for("the first steps"):
+            await asyncio.wrap_future(loop.start(lambda: backend.warm_up(prepared.meter)))
         ledger = prepared.meter.ledger()
         log_ledger(ledger)
         return make_hello(

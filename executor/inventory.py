@@ -19,14 +19,20 @@ class BlockInventory:
     def __init__(self) -> None:
         self._hashes: dict[int, bytes] = {}
         self._last_used_us: dict[int, int] = {}
+        self._distrusted: set[int] = set()  # written by a sequence that faulted, and not handed out since
 
     def __len__(self) -> int:
         return len(self._hashes)
 
     def label(self, block_ids: Sequence[int], hashes: Sequence[bytes], now_us: int) -> None:
-        """Give complete blocks their identity."""
-        self._hashes.update(zip(block_ids, hashes, strict=True))
-        self._touch(block_ids, now_us)
+        """Give complete blocks their identity; not those whose content is not to be trusted."""
+        labels = {
+            block_id: block_hash
+            for block_id, block_hash in zip(block_ids, hashes, strict=True)
+            if block_id not in self._distrusted
+        }
+        self._hashes.update(labels)
+        self._touch(list(labels), now_us)
 
     def use(self, block_ids: Sequence[int], now_us: int) -> None:
         """Blocks of one history, in order, were of use: the labelled ones move to the young end.
@@ -40,10 +46,20 @@ class BlockInventory:
             self._last_used_us[block_id] = max(now_us - idx, 0)
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """These blocks will be written, or their content is not to be trusted."""
+        """These blocks are handed out, and will be written."""
         for block_id in block_ids:
-            if self._hashes.pop(block_id, None) is not None:
-                del self._last_used_us[block_id]
+            self._distrusted.discard(block_id)
+            self._unlabel(block_id)
+
+    def distrust(self, block_ids: Iterable[int]) -> None:
+        """What these blocks hold is wrong: no label, also none that was on its way, before they are handed out again."""
+        for block_id in block_ids:
+            self._distrusted.add(block_id)
+            self._unlabel(block_id)
+
+    def _unlabel(self, block_id: int) -> None:
+        if self._hashes.pop(block_id, None) is not None:
+            del self._last_used_us[block_id]
 
     def entries(self) -> list[InventoryEntry]:
         """Everything labelled, least recently used first."""

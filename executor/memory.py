@@ -146,12 +146,18 @@ def _device_used(device: torch.device) -> int | None:
         return None
 
 
+def nvml_index(device: torch.device) -> int:
+    """NVML's number of a device, which CUDA_VISIBLE_DEVICES does not change."""
+    index: int = torch.cuda._get_nvml_device_index(device.index or 0)
+    return index
+
+
 def _process_used(device: torch.device) -> int | None:
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda._get_nvml_device_index(device.index or 0))
+        handle = pynvml.nvmlDeviceGetHandleByIndex(nvml_index(device))
         processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except Exception:  # as above
         return None

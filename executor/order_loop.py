@@ -12,8 +12,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -25,12 +26,21 @@ from rorqual.v1 import common_pb2, executor_pb2
 
 from .constraint import Constraints
 from .errors import OrderError
+from .faults import SequenceError, ends_the_loop
 from .inbox import Inbox
 from .inventory import BlockInventory, InventoryEntry
 from .orders import Admit, Copy, Drop, Extend, Ids, Label, OrderBatch, Prefill, read_batch
-from .reports import EndedSequence, Outbox, StepOutput, StepStats
+from .reports import (
+    INTERNAL,
+    NUMERICAL_FAULT,
+    EndedSequence,
+    Fault,
+    Outbox,
+    StepOutput,
+    StepStats,
+)
+from .sequences import EndedBefore, SequenceTrace
 from .sequences import Sequence as Seq
-from .sequences import SequenceTrace
 
 _log = logging.getLogger(__name__)
 
@@ -94,6 +104,9 @@ class Chunk:
     start: int
     end: int
     token_ids: Ids
+    is_early: bool = False  # ends the history of a sequence whose grammar is not compiled: it joins later
+    is_again: bool = False  # computed before, early; its last row brings the first token
+    ended_before: EndedBefore | None = None  # of a last chunk, once it is prepared: the history had ended
 
     @property
     def num_tokens(self) -> int:
@@ -101,11 +114,33 @@ class Chunk:
 
     @property
     def is_last(self) -> bool:
-        return self.end == self.sequence.num_tokens
+        """Whether the sequence decodes after it, or ends."""
+        return self.end == self.sequence.num_tokens and not self.is_early
+
+    @property
+    def joins(self) -> bool:
+        """Whether the sequence takes a row of the decode set; known once the chunk is prepared."""
+        return self.is_last and self.ended_before is None
+
+    def last_block(self) -> Chunk:
+        """The chunk's tokens in the last block, to be computed again. Its edges are allowed in deterministic runs too, and
+        what it writes there is what is there, to the bit."""
+        start = max(self.start, (self.end - 1) // BLOCK_SIZE * BLOCK_SIZE)
+        return Chunk(self.sequence, start, self.end, self.token_ids[start - self.start :], is_again=True)
 
 
 class OrderLoop(abc.ABC):
-    """Standing orders in, tokens out."""
+    """Standing orders in, tokens out.
+
+    What goes wrong in handling one sequence ends that sequence, with a fault that says why; the others and the loop go on.
+    `_alone` is what holds to this, wherever code handles a sequence by itself: its admission, its chunk before a step, its
+    joining of the decode set, and what follows for it from a step (its token, its grammar, its log-probabilities). Two
+    kinds of error end more, because they are nobody's alone (`faults.ends_the_loop`): the device's end the loop, and a
+    scheduler's accounts that do not add up (OrderError) the link.
+
+    A grammar that is still being compiled delays nothing but its own sequence's first token: the KV of the whole history is
+    computed and reported at once. When the grammar is ready the last block is computed again, for its last row's logits.
+    """
 
     takes_grammars = False  # whether its steps keep to them
     launches = False  # whether `_step` returns once the device has its work
@@ -141,7 +176,7 @@ class OrderLoop(abc.ABC):
 
         self._sequences: dict[int, Seq] = {}
         self._chunks: deque[Chunk] = deque()
-        self._held: list[Chunk] = []  # last chunks of sequences whose grammar is not compiled yet
+        self._held: list[Chunk] = []  # last blocks of sequences whose grammar is not compiled yet
         self._ready: deque[Seq] = deque()  # may decode, wait for a row
         self._step_id = 0
         self._last_batch_id = 0
@@ -232,11 +267,12 @@ class OrderLoop(abc.ABC):
             self._fill_rows()
         if self._released:
             self._release_chunks()
-        chunks = self._take_chunks() if self._chunks else []
+        taken = self._take_chunks() if self._chunks else []
+        chunks = self._prepared(taken) if taken else taken
         if not chunks and not self._rows.num_rows:
             if applied:
                 self.on_output()
-            return self._finish_step_in_flight()
+            return self._finish_step_in_flight() or bool(taken)
         acknowledges = applied and bool(chunks)  # a step with a chunk may be long: not only with what it brings
         if acknowledges and not self.launches:
             self.on_output()
@@ -303,20 +339,35 @@ class OrderLoop(abc.ABC):
                 f"sequence {order.seq_id} may grow to {max(order.num_tokens, order.max_total_tokens)} tokens; "
                 f"this executor takes {self._limits.max_model_len}"
             )
+        self._check_limit(order.seq_id, order.limit, order.block_ids.size)
+        num_shared = order.num_cached_tokens // BLOCK_SIZE
+        block_ids = order.block_ids.tolist()
+        self.inventory.use(block_ids[:num_shared], self._now_us())
+        self.inventory.forget(block_ids[num_shared:])
+        try:
+            sequence = self._make_sequence(order)
+        except Exception as error:
+            if ends_the_loop(error):
+                raise
+            self.inventory.distrust(block_ids[num_shared:])
+            self._report_fault(order.seq_id, error)
+            return
+        self._sequences[order.seq_id] = sequence
+        if self._traced and order.trace is not None:
+            sequence.trace = SequenceTrace(order.trace, self._time_ns())
+
+    def _make_sequence(self, order: Admit) -> Seq:
         constraint = None
         if order.sampling.grammar is not None:
             constraint = self._constraints.begin(
                 order.sampling.grammar, order.sampling.stop_token_ids, order.sampling.min_tokens
             )
-        sequence = Seq(order, self._limits.vocab_size, constraint)
-        self._check_limit(sequence)
-        self._sequences[order.seq_id] = sequence
-        num_shared = order.num_cached_tokens // BLOCK_SIZE
-        block_ids = order.block_ids.tolist()
-        self.inventory.use(block_ids[:num_shared], self._now_us())
-        self.inventory.forget(block_ids[num_shared:])
-        if self._traced and order.trace is not None:
-            sequence.trace = SequenceTrace(order.trace, self._time_ns())
+        try:
+            return Seq(order, self._limits.vocab_size, constraint)
+        except BaseException:
+            if constraint is not None:
+                constraint.cancel()
+            raise
 
     def _queue_chunk(self, order: Prefill) -> None:
         sequence = self._sequences.get(order.seq_id)
@@ -351,7 +402,7 @@ class OrderLoop(abc.ABC):
             return False
         sequence.append_blocks(order.block_ids)
         sequence.limit = max(sequence.limit, order.limit)
-        self._check_limit(sequence)
+        self._check_limit(sequence.seq_id, sequence.limit, sequence.num_blocks)
         if sequence.row >= 0:
             self._rows.extended(sequence)
             return False
@@ -375,11 +426,9 @@ class OrderLoop(abc.ABC):
                 f"block {int(block_ids.max())} does not exist: the cache has {self._kv_cache.num_blocks} blocks"
             )
 
-    def _check_limit(self, sequence: Seq) -> None:
-        if sequence.limit > sequence.num_blocks * BLOCK_SIZE:
-            raise OrderError(
-                f"sequence {sequence.seq_id} may write up to {sequence.limit} and holds {sequence.num_blocks} blocks"
-            )
+    def _check_limit(self, seq_id: int, limit: int, num_blocks: int) -> None:
+        if limit > num_blocks * BLOCK_SIZE:
+            raise OrderError(f"sequence {seq_id} may write up to {limit} and holds {num_blocks} blocks")
 
     def _now_us(self) -> int:
         return round(self._monotonic_s() * 1e6)
@@ -390,6 +439,8 @@ class OrderLoop(abc.ABC):
             self._rows.remove(sequence)
         sequence.is_live = False
         sequence.pending = None
+        if sequence.constraint is not None:
+            sequence.constraint.cancel()
         del self._sequences[sequence.seq_id]
         self.inventory.use(sequence.block_ids, self._now_us())
         if sequence.trace is not None:
@@ -412,7 +463,13 @@ class OrderLoop(abc.ABC):
         while self._ready and not self._rows.is_full:
             sequence = self._ready.popleft()
             if sequence.is_live:
-                self._rows.add(sequence)
+                self._join(sequence)
+
+    def _join(self, sequence: Seq) -> bool:
+        """`sequence` takes the next row. Whether it has; otherwise it has ended."""
+        with self._alone(sequence):
+            self._rows.add(sequence)
+        return sequence.is_live
 
     def _take_chunks(self) -> list[Chunk]:
         """From the head of the queue what fits this step."""
@@ -424,41 +481,103 @@ class OrderLoop(abc.ABC):
             if not chunk.sequence.is_live:
                 self._chunks.popleft()
                 continue
-            if chunk.is_last and chunk.sequence.constraint is not None and not chunk.sequence.constraint.is_ready:
-                self._held.append(self._chunks.popleft())
-                continue
-            if chunk.num_tokens > budget or (chunk.is_last and free_rows <= 0):
+            constraint = chunk.sequence.constraint
+            is_early = chunk.is_last and constraint is not None and not constraint.is_ready
+            takes_row = chunk.is_last and not is_early
+            if chunk.num_tokens > budget or (takes_row and free_rows <= 0):
                 break
             self._chunks.popleft()
+            if is_early:
+                self._held.append(chunk.last_block())
+                chunk.is_early = True
             taken.append(chunk)
             budget -= chunk.num_tokens
-            free_rows -= chunk.is_last
+            free_rows -= takes_row
         return taken
 
     def _release_chunks(self) -> None:
-        """Chunks whose sequence's grammar has been compiled run next. (Nobody has built upon their blocks meanwhile: a
-        prefix is taken up only after the report that it was computed.)"""
+        """Sequences whose grammar has been compiled, or cannot be, may join: their last blocks run next."""
         self._released = False
         held, self._held = self._held, []
         ready: list[Chunk] = []
         for chunk in held:
-            is_ready = chunk.sequence.constraint is None or chunk.sequence.constraint.is_ready
-            (ready if is_ready else self._held).append(chunk)
+            if chunk.sequence.is_live:
+                is_ready = chunk.sequence.constraint is None or chunk.sequence.constraint.is_ready
+                (ready if is_ready else self._held).append(chunk)
         self._chunks.extendleft(reversed(ready))
+
+    def _prepared(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """The chunks that can run: their tokens are seen by what penalties and grammars count, and of a last one it is
+        known whether its sequence joins the decode set."""
+        prepared: list[Chunk] = []
+        for chunk in chunks:
+            if chunk.sequence.is_live:  # not ended by a chunk before
+                with self._alone(chunk.sequence):
+                    self._prepare(chunk)
+                    prepared.append(chunk)
+        return prepared
+
+    def _prepare(self, chunk: Chunk) -> None:
+        sequence = chunk.sequence
+        if not chunk.is_again:
+            largest = int(chunk.token_ids.max())
+            if largest >= self._limits.vocab_size:
+                raise SequenceError(f"its history holds token {largest}, of a vocabulary of {self._limits.vocab_size}")
+            sequence.observe(chunk.token_ids, chunk.start)
+        if not chunk.is_last:
+            return
+        sequence.last_token = int(chunk.token_ids[-1])
+        chunk.ended_before = sequence.ended_before
+        if sequence.constraint is not None and sequence.constraint.error:
+            raise SequenceError(sequence.constraint.error, reason=sequence.constraint.reason)
 
     def _finish(self, sequence: Seq, reason: common_pb2.FinishReason, output: StepOutput) -> None:
         output.finish[sequence.seq_id] = reason
         self._end(sequence, "stop" if reason == STOP else "length")
 
-    def _fault(self, sequence: Seq, position: int, output: StepOutput) -> None:
-        """A numerical fault ends the sequence alone; labels that its blocks had are not to be trusted."""
+    @contextmanager
+    def _alone(self, sequence: Seq) -> Iterator[None]:
+        """What is done here is for this sequence alone: an error in it ends the sequence, and is not raised."""
+        try:
+            yield
+        except Exception as error:
+            if ends_the_loop(error):
+                raise
+            if sequence.is_live:
+                self._fault(sequence, error)
+
+    def _unsound(self, sequence: Seq, position: int) -> None:
+        """The logits after `position` let nothing be chosen: the model's fault, or the grammar allows nothing."""
         message = f"the logits after position {position} are not finite (NaN or infinity) at step {self._step_id}"
-        if sequence.constraint is not None and sequence.constraint.error:
-            message = sequence.constraint.error
-        _log.error("sequence %d: %s", sequence.seq_id, message)
-        output.faults.append((sequence.seq_id, message))
+        self._fault(sequence, SequenceError(message, reason=NUMERICAL_FAULT))
+
+    def _fault(self, sequence: Seq, error: Exception) -> None:
+        """The sequence ends by what went wrong with it; labels that its blocks had, or get, are not to be trusted."""
+        constraint = sequence.constraint
+        if constraint is not None and constraint.error:
+            error = SequenceError(constraint.error, reason=constraint.reason)
         self._end(sequence, "error")
-        self.inventory.forget(sequence.block_ids[sequence.admit.num_cached_tokens // BLOCK_SIZE :])
+        self.inventory.distrust(sequence.block_ids[sequence.admit.num_cached_tokens // BLOCK_SIZE :])
+        self._report_fault(sequence.seq_id, error)
+
+    def _report_fault(self, seq_id: int, error: Exception) -> None:
+        if isinstance(error, SequenceError):
+            _log.error("sequence %d: %s", seq_id, error)
+            fault = Fault(seq_id, error.reason, str(error))
+        else:
+            _log.error("sequence %d ended: the executor failed in handling it", seq_id, exc_info=error)
+            fault = Fault(
+                seq_id, INTERNAL, f"the executor failed in handling the sequence: {type(error).__name__}: {error}"
+            )
+        self.outbox.add_fault(fault)
+        self.on_output()
+
+    def _note_computed(self, chunk: Chunk, output: StepOutput) -> None:
+        if chunk.is_again:
+            return  # it was reported before
+        output.computed[chunk.sequence.seq_id] = chunk.end
+        if chunk.sequence.trace is not None:
+            self._trace_chunk(chunk.sequence.trace, chunk)
 
     def _trace_chunk(self, trace: SequenceTrace, chunk: Chunk) -> None:
         trace.num_chunks += 1

@@ -41,6 +41,19 @@ class EndedSequence:
     finish: str
 
 
+NUMERICAL_FAULT, CONSTRAINT_TOO_COMPLEX, INTERNAL = "NUMERICAL_FAULT", "CONSTRAINT_TOO_COMPLEX", "INTERNAL"
+_MAX_FAULT_MESSAGE = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """executor_pb2.SequenceFault."""
+
+    seq_id: int
+    reason: str
+    message: str
+
+
 @dataclass(slots=True)
 class StepOutput:
     """What one step brought. Arrays are the receiver's to keep."""
@@ -53,7 +66,6 @@ class StepOutput:
     computed: dict[int, int] = field(default_factory=dict)  # sequence id -> positions in the cache
     paused: list[int] = field(default_factory=list)
     logprobs: list[LogprobItem] = field(default_factory=list)
-    faults: list[tuple[int, str]] = field(default_factory=list)
 
 
 class Outbox:
@@ -79,7 +91,7 @@ class Outbox:
         self._computed: dict[int, int] = {}
         self._paused: dict[int, None] = {}
         self._logprobs: list[LogprobItem] = []
-        self._faults: list[tuple[int, str]] = []
+        self._faults: list[Fault] = []
 
     def reset(self) -> None:
         """A link ended: what it did not take is nobody's."""
@@ -108,7 +120,12 @@ class Outbox:
             self._computed.update(output.computed)
             self._paused.update(dict.fromkeys(output.paused))
             self._logprobs += output.logprobs
-            self._faults += output.faults
+
+    def add_fault(self, fault: Fault) -> None:
+        """A sequence ended by what went wrong with it; not only in a step."""
+        with self._lock:
+            self._changed = True
+            self._faults.append(fault)
 
     def take(self, *, is_due: bool = False) -> executor_pb2.Report | None:
         """Everything gathered, as one report; None where nothing happened, unless a report `is_due`."""
@@ -132,7 +149,12 @@ class Outbox:
             computed_seq_ids=pack_uint64(computed.keys()),
             num_computed_tokens=np.fromiter(computed.values(), "<u4", len(computed)).tobytes(),
             paused_seq_ids=pack_uint64(paused.keys()),
-            faults=[executor_pb2.SequenceFault(seq_id=seq_id, message=message) for seq_id, message in faults],
+            faults=[
+                executor_pb2.SequenceFault(
+                    seq_id=fault.seq_id, reason=fault.reason, message=fault.message[:_MAX_FAULT_MESSAGE]
+                )
+                for fault in faults
+            ],
         )
         _write_tokens(report, seq_ids, token_ids, finish)
         if logprobs:

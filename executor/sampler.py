@@ -16,6 +16,7 @@ an order that its length alone decides. u comes from `random_numbers.uniforms`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,8 +25,13 @@ import numpy.typing as npt
 import torch
 
 from .constraint import Constraint, GrammarSpec
+from .faults import SequenceError, contained
 from .random_numbers import uniforms
 
+MAX_LOGPROBS = 20
+"""Alternatives reported beside a token, at most."""
+_MOST_CHANGE = 1e9
+"""What a logit may be changed by, or multiplied with: by this often, and divided by the least temperature, it stays finite."""
 _GREEDY, _PLAIN, _TRUNCATED = 0, 1, 2
 _GREEDY_BELOW = 1e-5  # a temperature under it divides differences of logits beyond what float32 holds apart
 _UNIFORMS_AHEAD = 64  # random numbers are made for so many positions at a time
@@ -35,6 +41,7 @@ _FIRST_GUESS = 64  # candidates that a nucleus is first looked for in
 _BIN_BITS = 18  # low bits of a float32 that a histogram of probabilities leaves out: 32 bins for each power of two
 _NUM_BINS = (0x3F800000 >> _BIN_BITS) + 1  # up to probability 1
 
+_LARGEST = np.finfo(np.float32).max
 _LEAST = np.float32(1e-45)  # the smallest positive float32
 
 Float32s = npt.NDArray[np.float32]
@@ -70,6 +77,45 @@ class SamplingSpec:
     @property
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+def check_sampling(spec: SamplingSpec) -> None:
+    """SequenceError for numbers that common_pb2.SamplingParams excludes and the definition has no meaning for, and for
+    those with which logits would leave float32."""
+    numbers = {
+        "temperature": spec.temperature,
+        "top_p": spec.top_p,
+        "min_p": spec.min_p,
+        "presence_penalty": spec.presence_penalty,
+        "frequency_penalty": spec.frequency_penalty,
+        "repetition_penalty": spec.repetition_penalty,
+    }
+    numbers |= {f"logit_bias of token {token_id}": bias for token_id, bias in spec.logit_bias.items()}
+    for name, value in numbers.items():
+        if not math.isfinite(value):
+            raise SequenceError(f"{name} must be a finite number, got {value}")
+        if abs(value) > _MOST_CHANGE and ("penalty" in name or "bias" in name):
+            raise SequenceError(f"{name} must be within {_MOST_CHANGE:g} of 0, got {value}")
+    for name, given, is_right, right in (
+        ("temperature", spec.temperature, spec.temperature >= 0, "at least 0"),
+        ("top_p", spec.top_p, 0 <= spec.top_p <= 1, "in [0, 1]"),
+        ("min_p", spec.min_p, 0 <= spec.min_p <= 1, "in [0, 1]"),
+        (
+            "repetition_penalty",
+            spec.repetition_penalty,
+            spec.repetition_penalty >= 1 / _MOST_CHANGE,
+            f"at least {1 / _MOST_CHANGE:g}",
+        ),
+        ("logprobs", spec.logprobs, (spec.logprobs or 0) <= MAX_LOGPROBS, f"at most {MAX_LOGPROBS}"),
+        (
+            "prompt_logprobs",
+            spec.prompt_logprobs,
+            (spec.prompt_logprobs or 0) <= MAX_LOGPROBS,
+            f"at most {MAX_LOGPROBS}",
+        ),
+    ):
+        if not is_right:
+            raise SequenceError(f"{name} must be {right}, got {given}")
 
 
 class LogitAdjuster:
@@ -153,6 +199,7 @@ class Sampler:
         self._width = -(-vocab_size // _SUM_BLOCK) * _SUM_BLOCK
         self._kind = np.zeros(max_rows, np.uint8)
         self._temperature = np.ones(max_rows, np.float32)
+        self._largest_logit = np.full(max_rows, np.inf, np.float32)
         self._top_p = np.ones(max_rows, np.float64)
         self._top_k = np.zeros(max_rows, np.int64)
         self._min_p = np.zeros(max_rows, np.float64)
@@ -163,6 +210,7 @@ class Sampler:
         self._columns = (
             self._kind,
             self._temperature,
+            self._largest_logit,
             self._top_p,
             self._top_k,
             self._min_p,
@@ -180,6 +228,7 @@ class Sampler:
         greedy = spec.temperature < _GREEDY_BELOW
         self._kind[row] = _GREEDY if greedy else _TRUNCATED if truncated else _PLAIN
         self._temperature[row] = 1.0 if greedy else spec.temperature
+        self._largest_logit[row] = _LARGEST * min(self._temperature[row], np.float32(1.0))
         self._top_p[row] = spec.top_p
         self._top_k[row] = spec.top_k if 0 < spec.top_k < self.vocab_size else 0
         self._min_p[row] = spec.min_p
@@ -193,12 +242,16 @@ class Sampler:
             column[dst] = column[src]
 
     def sample(
-        self, logits: torch.Tensor, positions: Int64s, adjustments: Sequence[Adjustment] = ()
+        self,
+        logits: torch.Tensor,
+        positions: Int64s,
+        adjustments: Sequence[Adjustment] = (),
+        errors: dict[int, Exception] | None = None,
     ) -> tuple[Int64s, Bools]:
         """The tokens at `positions` (of the history: the number of tokens before it), row by row.
 
         `logits`: float32 [num_rows, vocab_size], not changed. Returns tokens [num_rows] and whether each row is
-        sound: a row with NaN or infinity has no token.
+        sound: a row with NaN or infinity has no token. Nor has one whose adjustment fails; why goes to `errors`, by row.
         """
         rows = logits.detach().cpu().numpy()
         num_rows = rows.shape[0]
@@ -206,13 +259,18 @@ class Sampler:
         best = rows[np.arange(num_rows), best_ids]
         sound = np.isfinite(best)
         if adjustments:
-            rows = rows.copy()
+            rows, errors = rows.copy(), {} if errors is None else errors
             for item in adjustments:
                 row = rows[item.row]
-                item.adjuster.adjust(row, item.num_generated)
+                with contained(errors, item.row):
+                    item.adjuster.adjust(row, item.num_generated)
+                if item.row in errors:
+                    row[:] = -np.inf
                 best_ids[item.row] = row.argmax()
                 best[item.row] = row[best_ids[item.row]]
             sound &= np.isfinite(best)
+        # What is finite may be infinite once it is divided by its temperature.
+        sound &= np.abs(best) <= self._largest_logit[:num_rows]
         kinds = self._kind[:num_rows]
         if not kinds.any():
             return best_ids, sound

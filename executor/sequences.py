@@ -15,7 +15,9 @@ from rorqual.v1 import common_pb2
 from .constraint import Constraint
 from .logprobs import TokenLogprob
 from .orders import Admit, Ids
-from .sampler import LogitAdjuster, Sampler, SamplingSpec
+from .sampler import LogitAdjuster, Sampler, SamplingSpec, check_sampling
+
+EndedBefore = Literal["stop", "length"]
 
 
 @dataclass(slots=True)
@@ -52,6 +54,8 @@ class Sequence:
     )
 
     def __init__(self, admit: Admit, vocab_size: int, constraint: Constraint | None = None) -> None:
+        """SequenceError for sampling parameters that have no meaning."""
+        check_sampling(admit.sampling)
         self.admit = admit
         self.constraint = constraint
         self.num_tokens = admit.num_tokens
@@ -124,7 +128,7 @@ class Sequence:
             self.adjuster.observe(token_ids, min(max(self.num_prompt_tokens - start, 0), token_ids.size))
 
     @property
-    def ended_before(self) -> Literal["stop", "length"] | None:
+    def ended_before(self) -> EndedBefore | None:
         """How the history that was admitted, its last token known, had ended already: nothing may follow it."""
         if self.num_generated > self.spec.min_tokens and self.last_token in self.stop_token_ids:
             return "stop"

@@ -12,6 +12,7 @@ import torch
 
 from rorqual.core.blocks import BLOCK_SIZE
 
+from .faults import contained, ends_the_loop
 from .logprobs import token_logprobs
 from .model.batch import Form, ForwardBatch, Segment
 from .order_loop import LENGTH, STOP, Chunk, KvCache, OrderLoop, StepLimits
@@ -19,6 +20,7 @@ from .orders import Ids
 from .reports import StepOutput, StepStats
 from .sampler import Adjustment, Sampler
 from .sequences import DecodeSet, LogprobItem, StepBuffers
+from .sequences import Sequence as Seq
 
 
 class ForwardResult(Protocol):
@@ -74,7 +76,7 @@ class StepLoop(OrderLoop):
         self._step_id += 1
         output = StepOutput(self._step_id, 0.0, _NO_SEQ_IDS, _NO_TOKENS)
         if chunks:
-            self._finish_chunks(chunks, logits, prompt_parts, output)
+            logits = self._finish_chunks(chunks, logits, prompt_parts, output)
         if decode.num_rows:
             self._choose(logits, output)
         now_s = self._monotonic_s()
@@ -88,11 +90,7 @@ class StepLoop(OrderLoop):
 
     def _prepare_masks(self, chunks: Sequence[Chunk]) -> None:
         """What grammars allow next is computed while the model runs: their sequences' tokens are all known."""
-        joining = [
-            chunk.sequence
-            for chunk in chunks
-            if chunk.is_last and chunk.sequence.constraint is not None and chunk.sequence.ended_before is None
-        ]
+        joining = [chunk.sequence for chunk in chunks if chunk.joins and chunk.sequence.constraint is not None]
         sequences = [*self._decode.adjusted.values(), *joining]
         constraints = [sequence.constraint for sequence in sequences if sequence.constraint is not None]
         if constraints:
@@ -144,12 +142,9 @@ class StepLoop(OrderLoop):
                 segments.append(Segment(row, edge - start, start, table, Form.PREFILL))
             if edge < end:
                 segments.append(Segment(row + edge - start, end - edge, edge, table, Form.DECODE))
-            sequence.observe(chunk.token_ids, start)
-            if chunk.is_last:
-                sequence.last_token = int(chunk.token_ids[-1])
-                if sequence.ended_before is None:
-                    logit_rows.append(stop - 1)
-            if sequence.num_prompt_logprobs is not None:
+            if chunk.joins:
+                logit_rows.append(stop - 1)
+            if sequence.num_prompt_logprobs is not None and not chunk.is_again:
                 # Row p says how likely the token at p + 1 was; beyond the prompt nobody asks.
                 count = max(min(end, sequence.num_prompt_tokens - 1) - start, 0)
                 prompt_rows += range(row, row + count)
@@ -172,27 +167,33 @@ class StepLoop(OrderLoop):
         logits: torch.Tensor,
         prompt_parts: Sequence[tuple[Chunk, int]],
         output: StepOutput,
-    ) -> None:
-        """What the chunks' rows brought; sequences whose history ended join the decode set."""
+    ) -> torch.Tensor:
+        """What the chunks' rows brought; sequences whose history ended join the decode set. Returns the logits of its
+        rows."""
+        row = self._decode.num_rows
+        first = logits.shape[0] - sum(count for _, count in prompt_parts)
+        kept = np.ones(first, np.bool_)
+        for chunk, count in prompt_parts:
+            part, first = logits[first : first + count], first + count
+            with self._alone(chunk.sequence):
+                item = _prompt_logprobs(chunk, part)
+                if item.prompt:
+                    output.logprobs.append(item)
         for chunk in chunks:
             sequence = chunk.sequence
-            output.computed[sequence.seq_id] = chunk.end
-            if sequence.trace is not None:
-                self._trace_chunk(sequence.trace, chunk)
-            if not chunk.is_last:
+            if not sequence.is_live:  # its log-probabilities, or a chunk before this one, ended it
+                kept[row : row + chunk.joins] = False
+                row += chunk.joins
                 continue
-            if sequence.ended_before is None:
-                self._decode.add(sequence)
+            self._note_computed(chunk, output)
+            if chunk.joins:
+                kept[row] = self._join(sequence)
+                row += 1
                 if sequence.trace is not None:  # its first token is chosen next, in this step
                     sequence.trace.events.append(("first_token", self._time_ns(), {"step_id": self._step_id}))
-            else:
-                self._finish(sequence, STOP if sequence.ended_before == "stop" else LENGTH, output)
-        first = logits.shape[0] - sum(count for _, count in prompt_parts)
-        for chunk, count in prompt_parts:
-            item = _prompt_logprobs(chunk, logits[first : first + count])
-            if item.prompt:
-                output.logprobs.append(item)
-            first += count
+            elif chunk.is_last:
+                self._finish(sequence, STOP if chunk.ended_before == "stop" else LENGTH, output)
+        return logits[: kept.size] if kept.all() else logits[: kept.size][torch.from_numpy(kept)]
 
     def _choose(self, logits: torch.Tensor, output: StepOutput) -> None:
         """The next token of every row, and what follows from it: faults, ends, pauses."""
@@ -204,19 +205,20 @@ class StepLoop(OrderLoop):
             for s in decode.adjusted.values()
             if s.adjuster is not None
         ]
-        tokens, sound = self._sampler.sample(logits[:n], new_positions, adjustments)
+        errors: dict[int, Exception] = {}  # what went wrong with rows
+        tokens, sound = self._sampler.sample(logits[:n], new_positions, adjustments, errors)
         if decode.with_logprobs:
-            self._token_logprobs(logits, tokens, sound, output)
+            self._token_logprobs(logits, tokens, sound, errors, output)
+            sound[list(errors)] = False
+        ended: list[int] = []
         for item in adjustments:
             if sound[item.row]:
-                item.adjuster.observe(tokens[item.row : item.row + 1])
-            if not item.adjuster.is_active(item.num_generated + 1):
-                del decode.adjusted[decode.sequences[item.row].seq_id]
+                with contained(errors, item.row):
+                    if self._follow(item, int(tokens[item.row])):
+                        ended.append(item.row)
+        sound[list(errors)] = False
         halted, stopped = decode.advance(tokens)
-        for item in adjustments:
-            constraint = item.adjuster.constraint
-            if constraint is not None and sound[item.row] and constraint.has_ended:
-                halted[item.row] = stopped[item.row] = True
+        halted[ended] = stopped[ended] = True
         output.seq_ids, output.token_ids = decode.seq_ids[:n].copy(), tokens
         if not sound.all():
             output.seq_ids, output.token_ids = output.seq_ids[sound], tokens[sound]
@@ -224,8 +226,10 @@ class StepLoop(OrderLoop):
         # From the last row on: a row that leaves is filled from behind, with a row that was looked at before.
         for row in np.flatnonzero(halted)[::-1].tolist():
             sequence = decode.sequences[row]
-            if not sound[row]:
-                self._fault(sequence, int(self._buffers.positions[row]) - 1, output)
+            if row in errors:
+                self._fault(sequence, errors[row])
+            elif not sound[row]:
+                self._unsound(sequence, int(self._buffers.positions[row]) - 1)
             elif stopped[row]:
                 self._finish(sequence, STOP, output)
             elif decode.out_of_budget(row):
@@ -235,17 +239,43 @@ class StepLoop(OrderLoop):
                 sequence.is_paused = True
                 output.paused.append(sequence.seq_id)
 
+    def _follow(self, item: Adjustment, token_id: int) -> bool:
+        """What a sequence's penalties and grammar make of its new token. Whether its grammar lets nothing follow."""
+        adjuster = item.adjuster
+        adjuster.observe([token_id])
+        if not adjuster.is_active(item.num_generated + 1):
+            del self._decode.adjusted[self._decode.sequences[item.row].seq_id]
+        return adjuster.constraint is not None and adjuster.constraint.has_ended
+
     def _token_logprobs(
-        self, logits: torch.Tensor, tokens: Ids, sound: npt.NDArray[np.bool_], output: StepOutput
+        self,
+        logits: torch.Tensor,
+        tokens: Ids,
+        sound: npt.NDArray[np.bool_],
+        errors: dict[int, Exception],
+        output: StepOutput,
     ) -> None:
+        """Log-probabilities of the rows that want them; what goes wrong with a row goes to `errors`."""
         wanted = [s for s in self._decode.with_logprobs.values() if sound[s.row]]
+        try:
+            output.logprobs += self._logprob_items(wanted, logits, tokens)
+        except Exception as error:
+            if ends_the_loop(error):
+                raise
+            for sequence in wanted:  # whose is it?
+                with contained(errors, sequence.row):
+                    output.logprobs += self._logprob_items([sequence], logits, tokens)
+
+    def _logprob_items(self, wanted: Sequence[Seq], logits: torch.Tensor, tokens: Ids) -> list[LogprobItem]:
         if not wanted:
-            return
+            return []
         rows = np.array([s.row for s in wanted])
         num_top = [s.spec.logprobs or 0 for s in wanted]
         entries = token_logprobs(logits[torch.from_numpy(rows)].cpu().numpy(), tokens[rows], max(num_top))
-        for sequence, entry, count in zip(wanted, entries, num_top, strict=True):
-            output.logprobs.append(LogprobItem(sequence.seq_id, generated=(entry.with_top(count),)))
+        return [
+            LogprobItem(sequence.seq_id, generated=(entry.with_top(count),))
+            for sequence, entry, count in zip(wanted, entries, num_top, strict=True)
+        ]
 
 
 def _prompt_logprobs(chunk: Chunk, logits: torch.Tensor) -> LogprobItem:

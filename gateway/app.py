@@ -65,6 +65,7 @@ class Gateway:
         self._keys = KeyRing(read_api_keys(config.api_key, config.api_key_file))
         self._cors = Cors(config.cors_allow_origins)
         self.draining = False
+        self.head_timeout_s = config.head_timeout_s  # for its connections, which see nothing else of it
         self._routes = self._make_routes()
 
     def _make_routes(self) -> dict[str, Route]:
@@ -204,6 +205,8 @@ class Gateway:
             if route is None:
                 raise not_found(exchange.path)
             exchange.errors = route.errors
+            exchange.best_priority = self.context.config.best_priority
+            exchange.body_timeout_s = self.context.config.body_timeout_s
             if exchange.method == "OPTIONS":
                 allowed = self._cors.preflight(exchange.headers, route.method)
                 if allowed is not None:
@@ -212,7 +215,10 @@ class Gateway:
             if exchange.method != route.method and (exchange.method, route.method) != ("HEAD", "GET"):
                 raise method_not_allowed(exchange.method, exchange.path, route.method)
             if route.needs_key and self._keys:
-                exchange.tenant_salt = self._keys.tenant_salt(exchange.headers)
+                key = self._keys.find(exchange.headers)
+                exchange.tenant_salt = key.cache_salt
+                if key.best_priority is not None:
+                    exchange.best_priority = key.best_priority
             await route.handler(self.context, exchange)
         except (RorqualError, HttpError) as error:
             # The request's inbox holds the error, and the frames of its traceback the inbox: without the cut this is

@@ -9,7 +9,8 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-from rorqual.core.errors import CancelledRequestError, DeadlineExceededError
+from rorqual.core.errors import CancelledRequestError, DeadlineExceededError, InvalidRequestError
+from rorqual.core.limits import REQUEST
 
 from .codings import check_coding, decoded
 from .failures import OPENAI_ERRORS, ErrorShape, Failure, body_too_large
@@ -20,8 +21,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 JSON = "application/json"
-BODY_TIMEOUT_S = 60.0
-"""A body that takes longer to arrive is refused."""
 _STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -45,6 +44,8 @@ class Exchange:
         self.extra_headers: dict[str, str] = {}
         self.errors: ErrorShape = OPENAI_ERRORS
         self.tenant_salt = ""  # keeps the cached prefixes of the key's tenant apart; "" where no keys are asked for
+        self.best_priority = 0  # the lowest number that its client may ask for
+        self.body_timeout_s = 60.0  # a body that takes longer to arrive is refused
         self._receive = receive
         self._send = send
 
@@ -65,7 +66,7 @@ class Exchange:
         parts: list[bytes] = []
         size = 0
         try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
+            async with asyncio.timeout(self.body_timeout_s):
                 while True:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
@@ -78,11 +79,28 @@ class Exchange:
                     if not message.get("more_body", False):
                         return parts[0] if len(parts) == 1 else b"".join(parts)
         except TimeoutError:
-            raise DeadlineExceededError(f"the request body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
+            raise DeadlineExceededError(f"the request body did not arrive within {self.body_timeout_s:g} s") from None
 
     def cache_salt(self, asked: str) -> str:
         """The salt under which prefixes are shared: a client divides its tenant's cache, and reaches no other's."""
         return f"{self.tenant_salt}:{asked}" if self.tenant_salt and asked else self.tenant_salt or asked
+
+    def priority(self, asked: int) -> int:
+        """What a client that asks for `asked` gets; 0 asks for nothing. InvalidRequestError for what it may not have.
+
+        It is refused, not moved into the range: the answer would look as if it had been obeyed.
+        """
+        best = self.best_priority
+        if asked == 0:
+            return max(0, best)
+        if asked < best:
+            raise InvalidRequestError(
+                f"priority: it may be {best} to {REQUEST['priority'].most} here, got {asked}",
+                reason="INVALID_VALUE",
+                field="priority",
+                metadata={"least": str(best), "most": str(REQUEST["priority"].most)},
+            )
+        return asked
 
     def watch_disconnect(self, on_leave: Callable[[], None]) -> asyncio.Task[None]:
         """Calls `on_leave` when the client goes away before the answer has ended. Cancel the task afterwards."""

@@ -30,6 +30,22 @@ class ErrorBody(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLength:
+    """The figures of a prompt that does not fit."""
+
+    num_tokens: int
+    limit: int  # of the prompt and at least one generated token
+    num_chars: int | None = None  # where the prompt was not encoded: `num_tokens` is then the least that they can be
+
+    @property
+    def note(self) -> str:
+        """What a dialect's sentence does not say, to be put behind it."""
+        if self.num_chars is None:
+            return ""
+        return f" (It was not encoded: {self.num_tokens} is the least that its {self.num_chars} characters can be.)"
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """One HTTP error answer."""
 
@@ -39,6 +55,7 @@ class Failure:
     param: str | None = None
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    prompt_length: PromptLength | None = None  # of a prompt that is too long, where the figures are known
 
     def body(self) -> bytes:
         """{"error": {…}} as JSON."""
@@ -47,6 +64,14 @@ class Failure:
 
 def _same(name: str) -> str:
     return name
+
+
+def _openai_too_long(length: PromptLength) -> str:
+    more = ", and the answer takes at least 1" if length.num_tokens <= length.limit else ""
+    return (
+        f"This model's maximum context length is {length.limit} tokens. However, your messages resulted in "
+        f"{length.num_tokens} tokens{more}. Please reduce the length of the messages.{length.note}"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +83,13 @@ class ErrorShape:
     events: Callable[[Failure, str], bytes]  # what ends a stream that had begun
     id_header: str = ""  # a further header for the request's id, on every answer
     rename: Callable[[str], str] = _same  # from a field of OpenAI's chat body to this dialect's
+    too_long: Callable[[PromptLength], str] = _openai_too_long
+    """The words by which this dialect's clients know that they have to shorten the conversation."""
 
     def spell(self, failure: Failure) -> Failure:
-        """`failure` with its field named as the client wrote it."""
+        """`failure` with its field named as the client wrote it, and in the words that its clients look for."""
+        if failure.prompt_length is not None:
+            failure = replace(failure, message=self.too_long(failure.prompt_length))
         param = failure.param
         if param is None or (name := self.rename(param)) == param:
             return failure
@@ -90,6 +119,7 @@ class _Row:
     status: int
     type: str
     retry: bool = False
+    is_final: bool = False  # OpenAI's and Anthropic's clients must not try again, whatever they do with its status
 
 
 _INVALID = _Row(400, "invalid_request_error")
@@ -104,6 +134,7 @@ _TABLE: dict[type[errors.RorqualError], _Row] = {
     errors.PreconditionError: _Row(503, "service_unavailable", retry=True),
     errors.UnavailableError: _Row(503, "service_unavailable", retry=True),
     errors.CancelledRequestError: _Row(499, "request_cancelled"),
+    errors.LethalRequestError: _Row(500, "server_error", is_final=True),  # its text says what the caller can do
 }
 
 # Where the reason says more than the class.
@@ -130,9 +161,25 @@ def failure_of(error: BaseException) -> Failure:
                 row.type,
                 error.field.removeprefix("sampling.") or None,  # OpenAI's bodies have those fields at their top
                 _CODES.get(error.reason) or error.reason.lower(),
-                {"retry-after": str(_retry_after_s(error))} if row.retry else {},
+                _headers(row, error),
+                _prompt_length(error) if error.reason == errors.PromptTooLongError.reason else None,
             )
     return Failure(500, INTERNAL_TEXT, "server_error", code="internal_error")
+
+
+def _headers(row: _Row, error: errors.RorqualError) -> dict[str, str]:
+    if row.is_final:
+        return {"x-should-retry": "false"}
+    return {"retry-after": str(_retry_after_s(error))} if row.retry else {}
+
+
+def _prompt_length(error: errors.RorqualError) -> PromptLength | None:
+    """The figures behind a PROMPT_TOO_LONG; None where whoever made it gave none."""
+    figures = {name: int(text) for name, text in error.metadata.items() if text.isdecimal()}
+    tokens, limit = figures.get("num_prompt_tokens", figures.get("min_prompt_tokens")), figures.get("max_model_len")
+    if tokens is None or limit is None:
+        return None
+    return PromptLength(tokens, limit, None if "num_prompt_tokens" in figures else figures.get("num_chars"))
 
 
 def _retry_after_s(error: errors.RorqualError) -> int:

@@ -22,7 +22,8 @@ MAX_HEADER_LINES = 128
 MAX_QUEUED = 8
 """Requests that wait on one connection behind the one that runs; then it is not read, nor its end seen."""
 
-HEAD_TIMEOUT_S = 60.0
+HEAD_TIMEOUT_S = 30.0
+"""Where the application says nothing else."""
 UNREAD_BODY_S = 60.0
 """How long the rest of a body may take after its request was answered."""
 
@@ -61,6 +62,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._head_timeout_s = getattr(self.config.app, "head_timeout_s", HEAD_TIMEOUT_S)
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -77,7 +79,7 @@ class HttpConnection(HttpToolsProtocol):
     def _expect_head(self) -> None:
         """A connection on which no head comes to an end holds a descriptor for nothing."""
         if self._head_timer is None:
-            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
+            self._head_timer = self.loop.call_later(self._head_timeout_s, self._head_is_late)
 
     def _forget_head_timer(self) -> None:
         if self._head_timer is not None:
@@ -87,7 +89,7 @@ class HttpConnection(HttpToolsProtocol):
     def _head_is_late(self) -> None:
         self._head_timer = None
         if self._idle_bytes:
-            self._refuse(408, f"the request's head took over {HEAD_TIMEOUT_S:g} s")
+            self._refuse(408, f"the request's head took over {self._head_timeout_s:g} s")
         else:
             self.transport.close()
 

@@ -1,4 +1,4 @@
-"""Who asks: the key of a request, and the salt of the tenant that it belongs to."""
+"""Who asks: the key of a request, which says whose it is and what it may ask for."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ class KeyRing:
     """The keys that are taken. Without any, everybody is let in and nobody has a tenant."""
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
-        self._rows = [(_digest(entry.key), entry.cache_salt) for entry in keys]
+        self._rows = [(_digest(entry.key), entry) for entry in keys]
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def tenant_salt(self, headers: Mapping[str, str]) -> str:
-        """The salt of the tenant whose key `headers` carry. Raises HttpError 401 where they carry none of ours.
+    def find(self, headers: Mapping[str, str]) -> ApiKey:
+        """The key that `headers` carry. Raises HttpError 401 where they carry none of ours.
 
-        The key is a Bearer, or x-api-key as Anthropic's clients send it. All keys are compared, whichever fits, and by
+        It is a Bearer, or x-api-key as Anthropic's clients send it. All keys are compared, whichever fits, and by
         digest: time tells neither which one was near nor how long it is.
         """
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         given = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
         digest = _digest(given)
-        found = ""
-        for ours, salt in self._rows:
+        found: ApiKey | None = None
+        for ours, entry in self._rows:
             if hmac.compare_digest(digest, ours):
-                found = salt
-        if not found:
+                found = entry
+        if found is None:
             raise bad_key(bool(given))
         return found
 

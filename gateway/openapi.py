@@ -11,6 +11,7 @@ import msgspec
 from rorqual import __version__
 
 from .openai.fields import IGNORED_HEADER, BodyReader
+from .policy import Act
 from .route import Route
 
 _REF = "#/components/schemas/"
@@ -109,10 +110,14 @@ def _operation_id(path: str, route: Route) -> str:
 def _fields_text(reader: BodyReader[Any]) -> str:
     """The fields that the schema does not show."""
     lines = []
-    if reader.refused:
-        lines.append(f"Known and not supported (a 400 names the field): {', '.join(sorted(reader.refused))}.")
-    if reader.silent:
-        lines.append(f"Taken without effect: {', '.join(sorted(reader.silent))}.")
+    for act, words in (
+        (Act.REFUSED, "Known and not supported (a 400 names the field)"),
+        (Act.IGNORED, "Ignored, and named in the answer's header x-rorqual-ignored-fields"),
+        (Act.TAKEN, "Taken without effect"),
+    ):
+        names = sorted(rule.name for rule in reader.rules.values() if rule.act is act)
+        if names:
+            lines.append(f"{words}: {', '.join(names)}.")
     return " ".join(lines)
 
 

@@ -8,6 +8,7 @@ the tracer records nothing and costs next to nothing.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +26,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 
 from rorqual import __version__
 from rorqual.core.config import TelemetryConfig
+from rorqual.core.errors import ConfigError
+from rorqual.core.limits import STRINGS
+from rorqual.core.otel import read_otel
 from rorqual.v1 import common_pb2
+
+_log = logging.getLogger("rorqual.telemetry")
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 
@@ -39,6 +45,7 @@ ATTR_PREFIX_MISS = "rorqual.prefix_cache.miss"  # why not more was cached
 ATTR_DIVERGED_AT = "rorqual.prefix_cache.diverged_at"  # the token from which the prompt is not as one seen before
 ATTR_FINISH_REASONS = "gen_ai.response.finish_reasons"
 ATTR_SEQ_ID = "rorqual.seq_id"
+ATTR_PROCESS = "rorqual.process"  # of the resource: whatever OTEL_SERVICE_NAME calls the service
 ATTR_QUEUE_TIME_S = "rorqual.queue_time_s"
 
 _LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -147,40 +154,60 @@ class Telemetry:
     """Tracer, metrics and logs of one process. Two of them in one process do not share state."""
 
     def __init__(
-        self, service: str, config: TelemetryConfig, *, instance: str = "", exporter: SpanExporter | None = None
+        self,
+        service: str,
+        config: TelemetryConfig,
+        *,
+        instance: str = "",
+        exporter: SpanExporter | None = None,
+        environ: Mapping[str, str] = os.environ,
     ) -> None:
-        """`service`: "gateway", "tokenizer", "scheduler" or "executor". `exporter`: in place of OTLP, for tests."""
+        """`service`: "gateway", "tokenizer", "scheduler" or "executor". `exporter`: in place of OTLP, for tests.
+        `environ`: OpenTelemetry's own variables; what is set there and not heeded is logged. Raises ConfigError where the
+        metrics port cannot be had.
+        """
         self.service = service
         self.registry = CollectorRegistry()
         self._metrics: dict[str, Any] = {}
         self._lock = threading.Lock()
+        otel = read_otel(config.otlp_endpoint, environ)
+        for note in otel.notes:
+            _log.warning("OpenTelemetry: %s", note)
         attributes = {"service.name": service, "service.namespace": "rorqual", "service.version": __version__}
         if instance:
             attributes["service.instance.id"] = instance
+        attributes = {**attributes, **otel.resource, ATTR_PROCESS: service}
         self._provider: TracerProvider | None = None
-        if exporter is None and config.otlp_endpoint:
+        if exporter is None and otel.endpoint:
             from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
-            exporter = OTLPSpanExporter(
-                endpoint=config.otlp_endpoint, insecure=not config.otlp_endpoint.startswith("https://")
-            )
+            exporter = OTLPSpanExporter(endpoint=otel.endpoint, insecure=otel.insecure)
         if exporter is not None:
             self._provider = TracerProvider(
                 resource=Resource.create(attributes), sampler=ParentBased(TraceIdRatioBased(config.trace_sample_ratio))
             )
+            delay_ms = None if "OTEL_BSP_SCHEDULE_DELAY" in environ else 1000  # None: what the variable says
             counted = _CountedExporter(exporter, self.metric("spans_exported_total"))
             self._provider.add_span_processor(_EndedSpans(self.metric("spans_ended_total")))
-            self._provider.add_span_processor(BatchSpanProcessor(counted, schedule_delay_millis=1000))
+            self._provider.add_span_processor(BatchSpanProcessor(counted, schedule_delay_millis=delay_ms))
             self.tracer: trace.Tracer = self._provider.get_tracer("rorqual", __version__)
         else:
             self.tracer = trace.NoOpTracer()
         self.metrics_port = 0
         self._metrics_server: Any = None
         if config.metrics_port >= 0:
-            self._metrics_server, _ = start_http_server(
-                config.metrics_port, config.metrics_host, registry=self.registry
-            )
+            try:
+                self._metrics_server, _ = start_http_server(
+                    config.metrics_port, config.metrics_host, registry=self.registry
+                )
+            except OSError as error:
+                raise ConfigError(
+                    f"metrics cannot be served on {config.metrics_host}:{config.metrics_port} ({error.strerror or error}): "
+                    "choose another --metrics-port or --metrics-host",
+                    field="metrics_port",
+                ) from None
             self.metrics_port = self._metrics_server.server_port
+            _log.info("metrics are on http://%s:%d/metrics", config.metrics_host, self.metrics_port)
 
     @property
     def enabled(self) -> bool:
@@ -242,4 +269,7 @@ def context_to_proto(span: trace.Span) -> common_pb2.TraceContext:
         return common_pb2.TraceContext()
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, context=trace.set_span_in_context(span))
-    return common_pb2.TraceContext(traceparent=carrier.get("traceparent", ""), tracestate=carrier.get("tracestate", ""))
+    state = carrier.get("tracestate", "")
+    if len(state) > STRINGS["tracestate"].most_bytes:  # a client's, which W3C lets everyone drop
+        state = ""
+    return common_pb2.TraceContext(traceparent=carrier.get("traceparent", ""), tracestate=state)

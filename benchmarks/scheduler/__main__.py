@@ -4,7 +4,7 @@
     rorqual simulate --trace chat:sessions=200,turns=5 --executors 4 --plot chat.png --json
     rorqual simulate --trace FILE.jsonl
 
-Traces: poisson:, bursts:, chat:, agents: (name=value after the colon, an unknown name lists them), or a file in the
+Traces: poisson:, bursts:, flood:, chat:, agents: (name=value after the colon, an unknown name lists them), or a file in the
 format of docs/scheduler.md. Steps take what `benchmarks/scheduler/h200-v2lite.json` says. The last line is JSON.
 """
 
@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="rorqual simulate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--trace", required=True, help="poisson:…, bursts:…, chat:…, agents:… or a JSONL file")
+    parser.add_argument("--trace", required=True, help="poisson:…, bursts:…, flood:…, chat:…, agents:… or a JSONL file")
     parser.add_argument("--executors", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="nothing but the JSON line")
@@ -118,6 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-num-seqs", type=int, default=0)
     parser.add_argument("--max-num-batched-tokens", type=int, default=0)
     parser.add_argument("--max-queue-len", type=int, default=1_000_000)
+    parser.add_argument("--priority-ageing-s", type=float, default=CoreConfig().priority_ageing_s)
     parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args(argv)
     if args.executors < 1:
@@ -136,7 +137,11 @@ def main(argv: list[str] | None = None) -> int:
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
         ),
-        core=CoreConfig(max_queue_len=args.max_queue_len, enable_prefix_caching=args.enable_prefix_caching),
+        core=CoreConfig(
+            max_queue_len=args.max_queue_len,
+            enable_prefix_caching=args.enable_prefix_caching,
+            priority_ageing_s=args.priority_ageing_s,
+        ),
         link_ms=args.link_ms,
     )
     result = Simulation(trace, config).run()

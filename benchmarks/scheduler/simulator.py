@@ -11,7 +11,7 @@ import heapq
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from services.scheduler.core import CoreConfig, SchedulerCore
@@ -175,13 +175,12 @@ class Simulation:
         self._result.num_events += 1
         start_s = time.process_time()
         effects = self._core.handle(event, self._now_s)
-        batches = [(link_id, self._core.take_batch(link_id)) for link_id in effects.links]
+        batches = [(i, batch) for i in effects.links for batch in iter(partial(self._core.take_batch, i), None)]
         self._result.core_s += time.process_time() - start_s
         for stream_event in effects.events:
             self._take(stream_event)
         for link_id, batch in batches:
-            if batch is not None:
-                self._push(self._now_s + self._link_s, "batch", (link_id, batch))
+            self._push(self._now_s + self._link_s, "batch", (link_id, batch))
 
     def _step(self, link_id: int) -> None:
         executor = self._executors[link_id]

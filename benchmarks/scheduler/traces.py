@@ -125,6 +125,28 @@ def bursts(
     ]
 
 
+def flood(
+    rng: random.Random,
+    *,
+    rate: float = 40.0,
+    requests: int = 2000,
+    better: int = 3,
+    others: int = 20,
+    input: str = "64-512",
+    output: str = "64-256",
+) -> list[TraceRequest]:
+    """`requests` of a class that is `better` than 0, `rate` a second, and `others` of class 0 in their first half."""
+    trace, at_s = [], 0.0
+    every = max(1, requests // (2 * others))
+    for i in range(requests):
+        at_s += rng.expovariate(rate)
+        request = _request(f"f{i}", at_s, [(f"p{i}", _length(rng, input))], _length(rng, output))
+        trace.append(replace(request, priority=-better))
+        if i % every == 0 and i // every < others:
+            trace.append(_request(f"o{i}", at_s, [(f"q{i}", _length(rng, input))], _length(rng, output)))
+    return trace
+
+
 def chat(
     rng: random.Random,
     *,
@@ -218,6 +240,7 @@ def _length(rng: random.Random, span: str) -> int:
 GENERATORS: dict[str, Callable[..., list[TraceRequest]]] = {
     "poisson": poisson,
     "bursts": bursts,
+    "flood": flood,
     "chat": chat,
     "agents": agents,
 }

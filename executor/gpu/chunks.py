@@ -97,10 +97,10 @@ def plan_chunks(
             prefill.append(_Segment(row, start, edge, table))
         if edge < end:
             recomputed.append(_Segment(row + edge - start, edge, end, table))
-        if chunk.is_last and sequence.ended_before is None:
+        if chunk.joins:
             logit_rows[joined] = num_compute + stop - 1
             joined += 1
-        if sequence.num_prompt_logprobs is not None:
+        if sequence.num_prompt_logprobs is not None and not chunk.is_again:
             # Row p says how likely the token at p + 1 was; beyond the prompt nobody asks.
             count = max(min(end, sequence.num_prompt_tokens - 1) - start, 0)
             prompt_parts.append(PromptPart(chunk, num_compute + row, count))

@@ -19,7 +19,6 @@ from ..constraint import Constraint
 from ..kv_cache import LatentCache
 from ..order_loop import Chunk, StepLimits
 from ..sequences import LogprobItem
-from ..sequences import Sequence as Seq
 from .chunks import ChunkPlan, plan_chunks
 from .model import ChunkRows, GpuModel, PrefillGroup
 from .rows import ChosenTokens, DecodeRows, LaunchedRows
@@ -201,16 +200,14 @@ class GpuEngine:
         if self.is_constrained:
             self._sampler.set_masks(lambda seq: self.rows.position_of(seq) + 1 - seq.num_prompt_tokens)
 
-    def observe(self, step: LaunchedStep, chosen: ChosenTokens) -> list[Seq]:
-        """The host's copy of histories that penalties count and grammars follow. Returns those that have to join again."""
-        return self._sampler.observe(step.rows, chosen)
+    @property
+    def follows_tokens(self) -> bool:
+        """Whether a sequence of the decode set has penalties or a grammar, whose tokens the host has to see."""
+        return self._sampler.follows_tokens
 
-    def logprobs(self, step: LaunchedStep, chosen: ChosenTokens) -> list[LogprobItem]:
-        """Log-probabilities that the step's rows and chunks brought, of sequences that still live."""
-        items = [entry for part in step.prompt_logprobs if (entry := part.item()) is not None]
-        if step.with_logprobs:
-            items += self._sampler.logprobs(step.turn, step.rows, chosen)
-        return items
+    def logprobs(self, step: LaunchedStep, chosen: ChosenTokens, i: int) -> list[LogprobItem]:
+        """Log-probabilities that the step brought for the `i`-th of `chosen`, where it wants any."""
+        return self._sampler.logprobs(step.turn, step.rows, chosen, i)
 
     def _decode_kernels(self, num_rows: int) -> None:
         """A step of decode rows alone; what a graph captures."""

@@ -97,6 +97,8 @@ class DeviceSampler:
             self._followed[sequence.seq_id] = sequence
         if phase is not Phase.FREE:
             spec = replace(spec, min_tokens=0)  # of stop tokens the mask decides
+        if spec.top_k >= self._vocab_size:
+            spec = replace(spec, top_k=0)  # it cuts nothing off
         if phase is Phase.BOUND:
             self._constrained[sequence.seq_id] = slot, sequence
         elif phase is Phase.REASONING and constraint is not None:  # one mask for all its tokens
@@ -193,37 +195,19 @@ class DeviceSampler:
         self._host[turn].fill(self._logprobs, rows.num_rows)
         return True
 
-    def logprobs(self, turn: int, rows: LaunchedRows, chosen: ChosenTokens) -> list[LogprobItem]:
-        """Of the rows that ran and want them; the step has ended."""
-        host, items = self._host[turn], []
-        for row, token_id, sound in zip(
-            chosen.rows.tolist(), chosen.token_ids.tolist(), chosen.sound.tolist(), strict=True
-        ):
-            sequence = rows.sequences[row]
-            if sound and sequence.spec.logprobs is not None:
-                entry = host.entry(row, token_id, sequence.spec.logprobs)
-                items.append(LogprobItem(sequence.seq_id, generated=(entry,)))
-        return items
+    def logprobs(self, turn: int, rows: LaunchedRows, chosen: ChosenTokens, i: int) -> list[LogprobItem]:
+        """Of the `i`-th row that ran, if it wants them; the step has ended."""
+        row = int(chosen.rows[i])
+        sequence = rows.sequences[row]
+        if sequence.spec.logprobs is None:
+            return []
+        entry = self._host[turn].entry(row, int(chosen.token_ids[i]), sequence.spec.logprobs)
+        return [LogprobItem(sequence.seq_id, generated=(entry,))]
 
-    def observe(self, rows: LaunchedRows, chosen: ChosenTokens) -> list[Seq]:
-        """Tokens join the host's copy of what penalties count; the device's counts have them already.
-
-        Returns the sequences whose grammars have begun to hold, or have ceased to forbid an end: they have to join again.
-        """
-        changed: list[Seq] = []
-        if not self._adjusted and not self._followed:
-            return changed
-        for row, token_id, sound in zip(
-            chosen.rows.tolist(), chosen.token_ids.tolist(), chosen.sound.tolist(), strict=True
-        ):
-            sequence = rows.sequences[row]
-            if not sound or sequence.adjuster is None:
-                continue
-            before = sequence.constraint.phase if sequence.constraint is not None else None
-            sequence.adjuster.observe([token_id])
-            if sequence.constraint is not None and sequence.constraint.phase is not before:
-                changed.append(sequence)
-        return changed
+    @property
+    def follows_tokens(self) -> bool:
+        """Whether a sequence of the set has penalties or a grammar."""
+        return bool(self._adjusted or self._followed)
 
     def prompt_logprobs(self, part: PromptPart, hidden: torch.Tensor, model: GpuModel) -> PromptLogprobs:
         """Launch what computes them for a chunk's rows; keeps the row whose token is yet to come.

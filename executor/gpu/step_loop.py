@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..faults import contained
 from ..order_loop import LENGTH, STOP, Chunk, KvCache, OrderLoop, StepLimits
 from ..reports import StepOutput, StepStats
+from ..sequences import Sequence as Seq
 from .engine import MAX_IN_FLIGHT, GpuEngine, LaunchedStep
 from .rows import ChosenTokens, DecodeRows
 
@@ -54,24 +56,21 @@ class GpuStepLoop(OrderLoop):
             self._finish_step_in_flight()
             return
         is_constrained = self._engine.is_constrained or any(
-            chunk.is_last and chunk.sequence.constraint is not None for chunk in chunks
+            chunk.joins and chunk.sequence.constraint is not None for chunk in chunks
         )
         if is_constrained and self._in_flight:
             while self._finish_step_in_flight():
                 pass
+            chunks = [chunk for chunk in chunks if chunk.sequence.is_live]
             if not chunks and not self._decode.num_rows:
                 return
         started_s = self._monotonic_s()
         if not self._in_flight:
             self._step_started_s = started_s
         num_compute = self._decode.num_rows
-        for chunk in chunks:
-            sequence = chunk.sequence
-            sequence.observe(chunk.token_ids, chunk.start)
-            if chunk.is_last:
-                sequence.last_token = int(chunk.token_ids[-1])
-                if sequence.ended_before is None:
-                    self._decode.add(sequence)
+        chunks = [chunk for chunk in chunks if not chunk.joins or self._join(chunk.sequence)]
+        if not chunks and not num_compute:
+            return
         if is_constrained:
             self._constraints.prepare(self._engine.constraints)
         step = self._engine.launch(chunks, num_compute)
@@ -88,10 +87,10 @@ class GpuStepLoop(OrderLoop):
         output = StepOutput(self._step_id, duration_s, _NO_SEQ_IDS, _NO_TOKENS)
         rows = item.step.rows
         chosen = self._decode.take(rows, results)
-        output.logprobs += self._engine.logprobs(item.step, chosen)
+        errors = self._logprobs(item.step, chosen, output)
         for chunk in item.chunks:
             self._finish_chunk(chunk, output)
-        self._finish_rows(item, chosen, output)
+        self._finish_rows(item, chosen, errors, output)
         self._step_started_s = self._in_flight[0].started_s if self._in_flight else 0.0
         self.outbox.add_step(output)
         self.stats.append(
@@ -104,35 +103,54 @@ class GpuStepLoop(OrderLoop):
         sequence = chunk.sequence
         if not sequence.is_live:
             return
-        output.computed[sequence.seq_id] = chunk.end
-        if sequence.trace is not None:
-            self._trace_chunk(sequence.trace, chunk)
-        if not chunk.is_last:
-            return
-        if sequence.ended_before is not None:
-            self._finish(sequence, STOP if sequence.ended_before == "stop" else LENGTH, output)
-        elif sequence.trace is not None:
+        self._note_computed(chunk, output)
+        if chunk.ended_before is not None:
+            self._finish(sequence, STOP if chunk.ended_before == "stop" else LENGTH, output)
+        elif chunk.joins and sequence.trace is not None:
             sequence.trace.events.append(("first_token", self._time_ns(), {"step_id": self._step_id}))
 
-    def _finish_rows(self, item: _InFlight, chosen: ChosenTokens, output: StepOutput) -> None:
-        """Tokens into the report; rows that met their end, or their limit, leave."""
-        rows, sound = item.step.rows, chosen.sound
+    def _logprobs(self, step: LaunchedStep, chosen: ChosenTokens, output: StepOutput) -> dict[int, Exception]:
+        """Log-probabilities that the step brought. Returns what went wrong with rows, by their place in `chosen`."""
+        for part in step.prompt_logprobs:
+            with self._alone(part.sequence):
+                if (item := part.item()) is not None:
+                    output.logprobs.append(item)
+        errors: dict[int, Exception] = {}
+        for i in np.flatnonzero(chosen.sound).tolist() if step.with_logprobs else ():
+            with contained(errors, i):
+                output.logprobs += self._engine.logprobs(step, chosen, i)
+        return errors
+
+    def _finish_rows(
+        self, item: _InFlight, chosen: ChosenTokens, errors: dict[int, Exception], output: StepOutput
+    ) -> None:
+        """Tokens into the report; rows that met their end, or their limit, leave. `errors`: of rows, by their place in
+        `chosen`."""
+        rows = item.step.rows
+        sound, ended = chosen.sound.copy(), np.zeros(chosen.sound.size, np.bool_)
+        sound[list(errors)] = False
+        if item.step.prompt_logprobs:  # which may have ended a sequence
+            sound &= np.array([rows.sequences[row].is_live for row in chosen.rows.tolist()], np.bool_)
+        changed: list[Seq] = []
+        for i in np.flatnonzero(sound).tolist() if self._engine.follows_tokens else ():
+            sequence = rows.sequences[chosen.rows[i]]
+            with contained(errors, i):
+                if self._follow(sequence, int(chosen.token_ids[i])):
+                    changed.append(sequence)
+                ended[i] = sequence.constraint is not None and sequence.constraint.has_ended
+        sound[list(errors)] = False
         if sound.all():
             output.seq_ids, output.token_ids = rows.seq_ids[chosen.rows], chosen.token_ids
         else:
             output.seq_ids, output.token_ids = rows.seq_ids[chosen.rows[sound]], chosen.token_ids[sound]
-        changed = self._engine.observe(item.step, chosen)
-        ended = np.array(
-            [
-                constraint is not None and bool(sound[i]) and constraint.has_ended
-                for i, constraint in enumerate(rows.sequences[row].constraint for row in chosen.rows.tolist())
-            ],
-            np.bool_,
-        )
-        for i in np.flatnonzero(chosen.halted | ended).tolist():
+        for i in np.flatnonzero(chosen.halted | ended | ~sound).tolist():
             sequence = rows.sequences[chosen.rows[i]]
-            if not sound[i]:
-                self._fault(sequence, self._decode.position_of(sequence) - 1, output)
+            if not sequence.is_live:
+                continue
+            if i in errors:
+                self._fault(sequence, errors[i])
+            elif not sound[i]:
+                self._unsound(sequence, self._decode.position_of(sequence) - 1)
             elif chosen.stopped[i] or ended[i]:
                 self._finish(sequence, STOP, output)
             elif chosen.spent[i]:
@@ -144,7 +162,17 @@ class GpuStepLoop(OrderLoop):
         for sequence in changed:
             if sequence.is_live and sequence.row >= 0:
                 self._decode.remove(sequence)
-                self._decode.add(sequence)
+                self._join(sequence)
+
+    @staticmethod
+    def _follow(sequence: Seq, token_id: int) -> bool:
+        """A token joins the host's copy of what penalties count and the grammar follows; the device's counts have it
+        already. Whether the grammar has begun to hold, or has ceased to forbid an end: the sequence has to join again."""
+        if sequence.adjuster is None:
+            return False
+        before = sequence.constraint.phase if sequence.constraint is not None else None
+        sequence.adjuster.observe([token_id])
+        return sequence.constraint is not None and sequence.constraint.phase is not before
 
 
 _NO_SEQ_IDS = np.zeros(0, np.uint64)

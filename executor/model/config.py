@@ -212,7 +212,7 @@ def load_config(path: str | Path) -> ModelConfig:
     """The configuration of the checkpoint folder `path`. Raises CheckpointError if it cannot be served."""
     file = Path(path) / "config.json"
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = json.loads(file.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise CheckpointError(
             f"{file}: no such file; a checkpoint is a folder with config.json and *.safetensors."

@@ -69,7 +69,7 @@ def prepare(config: ExecutorConfig) -> Prepared:
 def _size_of_model(config: ExecutorConfig, key: str) -> int:
     file = model_folder(config) / "config.json"
     try:
-        value: Any = json.loads(file.read_text(encoding="utf-8"))[key]
+        value: Any = json.loads(file.read_text(encoding="utf-8-sig"))[key]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"{file}: {key} cannot be read ({error!r})") from None
     if not isinstance(value, int) or value < 2:

@@ -133,7 +133,7 @@ class SimStep:
     paused: list[int] = field(default_factory=list)
     prompt_logprobs: dict[int, list[common_pb2.TokenLogprobs]] = field(default_factory=dict)
     wants_logprobs: set[int] = field(default_factory=set)
-    faults: dict[int, str] = field(default_factory=dict)
+    faults: dict[int, tuple[str, str]] = field(default_factory=dict)  # reason, message
 
 
 class SimExecutor:
@@ -432,14 +432,14 @@ class SimExecutor:
         if seq_id in step.finish:
             self._retire(seq_id)
 
-    def fault(self, seq_id: int, message: str) -> None:
-        """End a sequence by a numerical fault: the labels of the blocks it wrote are forgotten."""
+    def fault(self, seq_id: int, message: str, reason: str = "") -> None:
+        """End a sequence by a fault (a numerical one unless `reason` says): its blocks' labels are forgotten."""
         seq = self.sequences[seq_id]
         for memory, table in zip(self.memory, seq.tables, strict=True):
             memory.distrust(table)
         self._retire(seq_id)
         self._step_id += 1
-        self._unreported.append(SimStep(self._step_id, self._last_batch_id, faults={seq_id: message}))
+        self._unreported.append(SimStep(self._step_id, self._last_batch_id, faults={seq_id: (reason, message)}))
 
     # -- reports --------------------------------------------------------------------------------------
 
@@ -469,7 +469,7 @@ def make_report(steps: Sequence[SimStep]) -> executor_pb2.Report:
     paused: list[int] = []
     prompt_logprobs: dict[int, list[common_pb2.TokenLogprobs]] = {}
     wants: set[int] = set()
-    faults: dict[int, str] = {}
+    faults: dict[int, tuple[str, str]] = {}
     for step in steps:
         for seq_id, new in step.tokens.items():
             tokens.setdefault(seq_id, []).extend(new)
@@ -498,7 +498,9 @@ def make_report(steps: Sequence[SimStep]) -> executor_pb2.Report:
             )
             for seq_id in sorted(wants | prompt_logprobs.keys())
         ],
-        faults=[executor_pb2.SequenceFault(seq_id=i, message=text) for i, text in faults.items()],
+        faults=[
+            executor_pb2.SequenceFault(seq_id=i, message=text, reason=reason) for i, (reason, text) in faults.items()
+        ],
         num_steps=len(steps),
         step_time_us=round(sum(step.duration_us for step in steps)),
     )

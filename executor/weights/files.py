@@ -6,7 +6,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -36,12 +36,18 @@ class TensorInfo:
     offset: int  # of its first byte in the file
     num_bytes: int
 
+    @property
+    def end(self) -> int:
+        """The file's byte after its last one."""
+        return self.offset + self.num_bytes
+
 
 class CheckpointFiles:
     """All tensors of a checkpoint folder by name. Use as a context manager; `read` maps files as it needs them.
 
     Opening reads the index and every file's header, nothing else. Raises CheckpointError, naming file and
-    tensor, for a missing shard, a file cut short, a header that does not fit its file, or an index that disagrees.
+    tensor, for a missing shard, a file cut short, a header that does not fit its file, an index that disagrees, a name
+    that stands twice, or a file outside the folder.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -55,6 +61,7 @@ class CheckpointFiles:
         if index.exists():
             self._read_sharded(index)
         elif (self.path / SINGLE_NAME).exists():
+            self._require_inside(self.path / SINGLE_NAME)
             for info in self._read_header(self.path / SINGLE_NAME).values():
                 self.tensors[info.name] = info
         else:
@@ -80,6 +87,19 @@ class CheckpointFiles:
     @property
     def files(self) -> list[Path]:
         return sorted(self.headers)
+
+    def place_of(self, name: str) -> str:
+        """Where a tensor that is not there should be, for a person: a file, as far as it can be told."""
+        if len(self.headers) == 1:
+            return f"is not in {self.files[0]}"
+        for prefix in (name.rpartition(".")[0], ".".join(name.split(".")[:3])):
+            beside = {info.file.name for other, info in self.tensors.items() if other.startswith(f"{prefix}.")}
+            if prefix and beside:
+                return (
+                    f"is not listed in {self.path / INDEX_NAME}; other tensors of {prefix} are in "
+                    f"{', '.join(sorted(beside))}"
+                )
+        return f"is not listed in {self.path / INDEX_NAME}"
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor on the CPU, as stored."""
@@ -108,7 +128,9 @@ class CheckpointFiles:
 
     def _read_sharded(self, index: Path) -> None:
         try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            weight_map = json.loads(index.read_text(encoding="utf-8-sig"), object_pairs_hook=_unique)["weight_map"]
+        except _NamedTwiceError as error:
+            raise CheckpointError(f"{index}: names {error.name!r} twice; download it again.") from None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(
                 f"{index}: is not an index with a weight_map ({error!r}); download it again."
@@ -118,6 +140,15 @@ class CheckpointFiles:
         wanted_by: dict[str, str] = {}
         for name, file_name in weight_map.items():
             wanted_by.setdefault(file_name, name)
+        for file_name, name in wanted_by.items():
+            # Its folder is somebody's download: it may not make this process read the machine's other files.
+            if Path(file_name).name != file_name or file_name in ("", ".", ".."):
+                raise CheckpointError(
+                    f"{index}: says that tensor {name!r} is in {file_name!r}, which is not the name of a file in this "
+                    "folder; an index names the files beside it: download it again, or put the file there and "
+                    "correct the index."
+                )
+            self._require_inside(self.path / file_name)
         missing = [name for name in sorted(wanted_by) if not (self.path / name).is_file()]
         if missing:
             raise CheckpointError(
@@ -141,6 +172,17 @@ class CheckpointFiles:
                     "index and files are of different downloads: download both again."
                 )
 
+    def _require_inside(self, file: Path) -> None:
+        """Refuse a link that leads out of the folder, but for those of a Hugging Face cache (to its `blobs`)."""
+        target = file.resolve()
+        folder = target.parent
+        is_cached = folder.name == "blobs" and folder.parent.name.startswith("models--")
+        if not target.is_relative_to(self.path.resolve()) and not is_cached:
+            raise CheckpointError(
+                f"{file}: is a link out of the folder, to {target}; name the folder of the file itself with --model, "
+                "or put the file (a hard link will do) in the link's place."
+            )
+
     def _read_header(self, file: Path) -> dict[str, TensorInfo]:
         again = "the file is cut short or damaged: download it again."
         try:
@@ -153,16 +195,19 @@ class CheckpointFiles:
                 if length > MAX_HEADER_BYTES or 8 + length > size:
                     raise CheckpointError(f"{file}: the header claims {length} bytes and the file has {size}; {again}")
                 raw = stream.read(length)
-            header = json.loads(raw)
+            header = json.loads(raw, object_pairs_hook=_unique)
         except OSError as error:
             raise CheckpointError(f"{file}: cannot be read ({error}).") from error
+        except _NamedTwiceError as error:
+            raise CheckpointError(
+                f"{file}: the header names {error.name!r} twice, and which one is meant cannot be known; {again}"
+            ) from None
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{file}: the header is not JSON ({error}); {again}") from error
         if not isinstance(header, dict):
             raise CheckpointError(f"{file}: the header holds {type(header).__name__}, not an object; {again}")
         data_bytes = size - 8 - length
         tensors: dict[str, TensorInfo] = {}
-        end_of_data = 0
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
@@ -182,19 +227,47 @@ class CheckpointFiles:
                 raise CheckpointError(
                     f"{file}: tensor {name!r} ends at byte {8 + length + end} and the file has {size}; {again}"
                 )
-            end_of_data = max(end_of_data, end)
             tensors[name] = TensorInfo(name, file, dtype, shape, 8 + length + begin, end - begin)
-        if end_of_data != data_bytes:
-            raise CheckpointError(f"{file}: {data_bytes - end_of_data} bytes follow the last tensor; {again}")
+        self._check_offsets(file, tensors.values(), 8 + length, again)
+        if not_named := size - max((info.end for info in tensors.values()), default=8 + length):
+            raise CheckpointError(f"{file}: {not_named} bytes follow the last tensor; {again}")
         self.headers[file] = raw
         return tensors
+
+    @staticmethod
+    def _check_offsets(file: Path, tensors: Iterable[TensorInfo], start: int, again: str) -> None:
+        """Each byte belongs to one tensor, as the format demands."""
+        before, end = "", start
+        for info in sorted(tensors, key=lambda info: (info.offset, info.end)):
+            if info.offset < end:
+                raise CheckpointError(f"{file}: tensors {before!r} and {info.name!r} share bytes; {again}")
+            if info.offset > end:
+                raise CheckpointError(
+                    f"{file}: {info.offset - end} bytes before tensor {info.name!r} belong to none; {again}"
+                )
+            before, end = info.name, info.end
+
+
+class _NamedTwiceError(ValueError):
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object in which no name stands twice (json.loads would keep the last)."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        raise _NamedTwiceError(next(name for name, _ in pairs if name in seen or seen.add(name)))  # type: ignore[func-returns-value]
+    return found
 
 
 def check_tokenizer(path: Path, vocab_size: int) -> None:
     """Refuse a tokenizer whose ids do not fit the embedding. A folder without tokenizer.json passes."""
     file = path / "tokenizer.json"
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = json.loads(file.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         return
     except (OSError, ValueError, RecursionError) as error:

@@ -118,7 +118,7 @@ def check_tensors(files: CheckpointFiles, config: ModelConfig) -> int:
         strange = [name for name in present if name not in known and name.removesuffix(SCALE_SUFFIX) not in known]
         beside = f", and {strange[0]!r} is in one unasked" if strange else ""
         raise CheckpointError(
-            f"{files.path}: tensor {absent[0]!r} {list(needed[absent[0]])} is in no file "
+            f"{files.path}: tensor {absent[0]!r} {list(needed[absent[0]])} {files.place_of(absent[0])} "
             f"({len(absent)} of {len(needed)} are missing){beside}; weights and config.json do not fit, or the download "
             "is incomplete."
         )

@@ -29,8 +29,10 @@ PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 class MessagesAnswer:
     """One message, streamed or whole: both take the same steps, and a whole one drops the events."""
 
-    def __init__(self, options: AnswerOptions, *, max_tokens: int) -> None:
+    def __init__(self, options: AnswerOptions, *, max_tokens: int, omit_thinking: bool = False) -> None:
+        """`omit_thinking`: blocks of thinking are empty but for their signature."""
         self.progress = Progress(options)
+        self._thinking = _OpenOmitted if omit_thinking else _OpenThinking
         self._max_tokens = max_tokens
         self._message = MessageObject(id=options.response_id, model=options.model, usage=MessageUsage(0, 0))
         self._blocks: list[ContentBlock] = self._message.content
@@ -42,7 +44,7 @@ class MessagesAnswer:
         if kind == "content":
             return self._text(_OpenText, piece.text)
         if kind == "reasoning":
-            return self._text(_OpenThinking, piece.text)
+            return self._text(self._thinking, piece.text)
         detail = piece.detail
         if isinstance(detail, text_pb2.ToolCallDelta):
             return self._tool_call(detail)
@@ -50,7 +52,7 @@ class MessagesAnswer:
             return self._begin(detail)
         if isinstance(detail, text_pb2.ChoiceFinished):
             self._stop(detail)
-            return self._close()
+            return self._close(cut=detail.reason == common_pb2.FINISH_REASON_LENGTH)
         return b""
 
     def last_chunks(self) -> bytes:
@@ -95,11 +97,12 @@ class MessagesAnswer:
         self._open = block
         return closing + _event("content_block_start", index=block.index, content_block=block.bare())
 
-    def _close(self) -> bytes:
+    def _close(self, *, cut: bool = False) -> bytes:
+        """`cut`: the open block ends because the answer may not be longer."""
         block, self._open = self._open, None
         if block is None:
             return b""
-        self._blocks.append(block.whole())
+        self._blocks.append(block.whole(cut=cut))
         return block.last_delta() + _event("content_block_stop", index=block.index)
 
     def _stop(self, finished: text_pb2.ChoiceFinished) -> None:
@@ -160,7 +163,7 @@ class _OpenBlock:
         """The block before anything was put into it."""
         raise NotImplementedError
 
-    def whole(self) -> ContentBlock:
+    def whole(self, *, cut: bool) -> ContentBlock:
         raise NotImplementedError
 
 
@@ -170,7 +173,7 @@ class _OpenText(_OpenBlock):
     def bare(self) -> ContentBlock:
         return TextBlock("")
 
-    def whole(self) -> ContentBlock:
+    def whole(self, *, cut: bool) -> ContentBlock:
         return TextBlock(self.text)
 
 
@@ -180,7 +183,7 @@ class _OpenThinking(_OpenBlock):
     def bare(self) -> ContentBlock:
         return ThinkingBlock("", "")
 
-    def whole(self) -> ContentBlock:
+    def whole(self, *, cut: bool) -> ContentBlock:
         return ThinkingBlock(self.text, self._signature())
 
     def last_delta(self) -> bytes:
@@ -190,6 +193,17 @@ class _OpenThinking(_OpenBlock):
     def _signature(self) -> str:
         """Clients want one and send it back. It is a digest of the thought: nothing here trusts it."""
         return base64.b64encode(hashlib.blake2b(self.text.encode(), digest_size=24).digest()).decode()
+
+
+class _OpenOmitted(_OpenThinking):
+    """A thought that the client does not want to see: it has a signature alone."""
+
+    def delta(self, text: str) -> bytes:
+        super().delta(text)
+        return b""
+
+    def whole(self, *, cut: bool) -> ContentBlock:
+        return ThinkingBlock("", self._signature())
 
 
 class _OpenToolUse(_OpenBlock):
@@ -203,14 +217,17 @@ class _OpenToolUse(_OpenBlock):
     def bare(self) -> ContentBlock:
         return ToolUseBlock(self._call_id, self._name, {})
 
-    def whole(self) -> ContentBlock:
-        return ToolUseBlock(self._call_id, self._name, _arguments(self.text))
+    def whole(self, *, cut: bool) -> ContentBlock:
+        return ToolUseBlock(self._call_id, self._name, _arguments(self.text, cut=cut))
 
 
-def _arguments(text: str) -> dict[str, object]:
-    """The input of a call. What a model wrote that is no JSON object is kept as text, for nothing may be lost."""
+def _arguments(text: str, *, cut: bool) -> dict[str, object]:
+    """The input of a call. What a model wrote that is no JSON object is kept as text, for nothing may be lost.
+
+    A call that was cut off has no input yet: its beginning would be a member that no tool knows.
+    """
     try:
         value = msgspec.json.decode(text) if text else {}
     except (msgspec.DecodeError, RecursionError):
-        value = text
+        value = {} if cut else text
     return value if isinstance(value, dict) else {"arguments": text}

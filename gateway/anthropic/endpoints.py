@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from dataclasses import replace
 
 import grpc
 import msgspec
@@ -15,14 +16,15 @@ from ..context import GatewayContext
 from ..openai import chat, endpoints
 from ..openai.answer_schema import ModelObject
 from ..openai.constraint import constraint_of
-from ..openai.conversation import chat_request
+from ..openai.conversation import chat_request, in_place
 from ..openai.fields import ignored_header
+from ..openai.schema import ChatBody
 from ..openai.serve import answer_options, begin, operation, serve_generation
 from ..upstream.replicas import CALL_TIMEOUT_S
 from . import request
 from .answer import PING, MessagesAnswer
 from .errors import ANTHROPIC_ERRORS
-from .schema import ListedModel, ModelPage, TokenCount
+from .schema import CountTokensBody, ListedModel, ModelPage, TokenCount
 
 VERSION_HEADER = "anthropic-version"
 """Anthropic's clients send it with every request; it tells theirs from OpenAI's where they share a path."""
@@ -53,16 +55,26 @@ def _listed(model: ModelObject) -> ListedModel:
     return ListedModel(id=model.id, display_name=model.id, created_at=created, max_input_tokens=model.max_model_len)
 
 
+def _chat_body(exchange: Exchange, body: CountTokensBody, unknown: list[str]) -> ChatBody:
+    """The chat that `body` means; the answer's header names what it ignores, and errors name a tool where it stands."""
+    places: list[str] = []
+    rename = ANTHROPIC_ERRORS.rename
+    exchange.errors = replace(ANTHROPIC_ERRORS, rename=lambda name: rename(in_place(name, places)))
+    chat_body, ignored = request.chat_body(body, places)
+    exchange.extra_headers.update(ignored_header(unknown + ignored))
+    return chat_body
+
+
 async def messages(context: GatewayContext, exchange: Exchange) -> None:
     """POST /v1/messages."""
     with operation(context, exchange, "chat") as span:
         body, unknown = request.READER.read(await exchange.body(context.config.max_body_bytes))
         begin(context, exchange, span, body.model, unknown)
-        chat_body, ignored = request.chat_body(body)
-        exchange.extra_headers.update(ignored_header(unknown + ignored))
+        chat_body = _chat_body(exchange, body, unknown)
         command = chat.chat_command(chat_body, exchange.request_id)
         options = answer_options(context, exchange, chat_body, "msg_")
-        answer = MessagesAnswer(options, max_tokens=body.max_tokens)
+        omits = body.thinking is not None and body.thinking.display == "omitted"
+        answer = MessagesAnswer(options, max_tokens=body.max_tokens, omit_thinking=omits)
         await serve_generation(context, exchange, span, [command], answer, stream=bool(body.stream), keep_alive=PING)
 
 
@@ -71,8 +83,7 @@ async def count_tokens(context: GatewayContext, exchange: Exchange) -> None:
     with operation(context, exchange, "tokenize") as span:
         body, unknown = request.COUNT_READER.read(await exchange.body(context.config.max_body_bytes))
         begin(context, exchange, span, body.model, unknown)
-        chat_body, ignored = request.chat_body(body)
-        exchange.extra_headers.update(ignored_header(unknown + ignored))
+        chat_body = _chat_body(exchange, body, unknown)
         question = text_pb2.TokenizeRequest(model=body.model or "", chat=chat_request(chat_body))
         if (constraint := constraint_of(chat_body)) is not None:  # some prompts say it
             question.chat.options.constraint.CopyFrom(constraint[1])

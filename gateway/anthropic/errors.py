@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ..failures import ErrorShape, Failure
+from ..failures import ErrorShape, Failure, PromptLength
 
 _TYPES = {
     401: "authentication_error",
@@ -38,6 +38,12 @@ def _events(failure: Failure, request_id: str) -> bytes:
     return b"event: error\ndata: " + _body(failure, request_id) + b"\n\n"
 
 
+def _too_long(length: PromptLength) -> str:
+    """Anthropic's words, by which its clients compact a conversation instead of giving up."""
+    most = length.limit if length.num_tokens > length.limit else length.num_tokens - 1  # the answer takes a token
+    return f"prompt is too long: {length.num_tokens} tokens > {most} maximum{length.note}"
+
+
 def _field_name(name: str) -> str:
     """The name of a chat's field as Anthropic's body spells it."""
     if name.startswith("tools["):
@@ -54,5 +60,10 @@ def _field_name(name: str) -> str:
 
 
 ANTHROPIC_ERRORS = ErrorShape(
-    body_type=MessagesErrorBody, body=_body, events=_events, id_header="request-id", rename=_field_name
+    body_type=MessagesErrorBody,
+    body=_body,
+    events=_events,
+    id_header="request-id",
+    rename=_field_name,
+    too_long=_too_long,
 )

@@ -7,7 +7,23 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from ..openai.schema import MAX_MESSAGES, StopStrings, Unit
+from rorqual.core.limits import HTTP, Number
+
+from ..openai.schema import (
+    MAX_MESSAGES,
+    CacheSalt,
+    FunctionName,
+    MaxTokens,
+    ModelName,
+    Priority,
+    Seed,
+    StopStrings,
+    TopK,
+    TopP,
+    within,
+)
+
+_TEMPERATURE = Number("temperature", "float", 0, 1, "Anthropic's range")
 
 
 class CacheControl(msgspec.Struct):
@@ -18,15 +34,39 @@ class CacheControl(msgspec.Struct):
 
 
 class TextPart(msgspec.Struct, kw_only=True):
-    """A block of a system prompt or of a tool's result: text."""
+    """Text of a system prompt, a document or a search result."""
 
     type: str
     text: str | None = None
     cache_control: CacheControl | None = None
 
 
+class Source(msgspec.Struct, kw_only=True):
+    """Of a document or an image. Text is read: `data` of type text, or `content`."""
+
+    type: str
+    media_type: Any = None
+    data: Any = None
+    content: str | list[TextPart] | None = None
+    url: Any = None
+    file_id: Any = None
+
+
+class ResultPart(msgspec.Struct, kw_only=True):
+    """A block of a tool's result: text, document, search_result, tool_reference; or an image, which is not read."""
+
+    type: str
+    text: str | None = None
+    tool_name: str | None = None
+    source: str | Source | None = None
+    title: str | None = None
+    context: str | None = None
+    content: str | list[TextPart] | None = None
+    cache_control: CacheControl | None = None
+
+
 class Block(msgspec.Struct, kw_only=True):
-    """A block of a message: text, thinking, redacted_thinking, tool_use or tool_result."""
+    """A block of a message: text, document, search_result, thinking, redacted_thinking, tool_use or tool_result."""
 
     type: str
     text: str | None = None
@@ -37,8 +77,11 @@ class Block(msgspec.Struct, kw_only=True):
     name: str | None = None
     input: Raw = msgspec.field(default_factory=lambda: Raw(b"null"))
     tool_use_id: str | None = None
-    content: str | list[TextPart] | None = None
+    content: str | list[ResultPart] | None = None
     is_error: bool | None = None
+    source: str | Source | None = None
+    title: str | None = None
+    context: str | None = None
     cache_control: CacheControl | None = None
 
 
@@ -48,13 +91,14 @@ class MessageTurn(msgspec.Struct):
 
 
 class MessageTool(msgspec.Struct, kw_only=True):
-    """A function that the model may call. Tools that a server runs are refused."""
+    """A function that the model may call. Tools that a server runs are left out."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    name: FunctionName
     type: str | None = None
     description: str | None = None
     input_schema: Raw = msgspec.field(default_factory=lambda: Raw(b"null"))
     strict: bool | None = None
+    defer_loading: bool | None = None  # it is not shown to the model until a tool_reference names it
     cache_control: CacheControl | None = None
 
 
@@ -65,11 +109,14 @@ class ToolChoice(msgspec.Struct):
 
 
 class Thinking(msgspec.Struct):
-    """`budget_tokens` is taken and ignored: max_tokens bounds thought and answer together."""
+    """`budget_tokens` is taken and ignored: max_tokens bounds thought and answer together.
+
+    `display`: whether the thought is shown (all of it: nothing here is summarized), or its blocks are empty.
+    """
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Meta(ge=1, le=2**32 - 1)] | None = None
-    display: Literal["summarized"] | None = None
+    budget_tokens: Annotated[int, within(HTTP["budget_tokens"])] | None = None
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class OutputFormat(msgspec.Struct):
@@ -86,7 +133,7 @@ class CountTokensBody(msgspec.Struct, kw_only=True):
     """POST /v1/messages/count_tokens, and what it shares with /v1/messages."""
 
     messages: Annotated[list[MessageTurn], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    model: str | None = None
+    model: ModelName | None = None
     system: str | list[TextPart] | None = None
     tools: list[MessageTool] | None = None
     tool_choice: ToolChoice | None = None
@@ -98,17 +145,17 @@ class CountTokensBody(msgspec.Struct, kw_only=True):
 class MessagesBody(CountTokensBody, kw_only=True):
     """POST /v1/messages."""
 
-    max_tokens: Annotated[int, Meta(ge=1, le=2**32 - 1)]
+    max_tokens: MaxTokens
     stop_sequences: StopStrings | None = None
+    stop_in_reasoning: bool | None = None
     stream: bool | None = None
-    temperature: Unit | None = None
-    top_p: Unit | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
+    temperature: Annotated[float, within(_TEMPERATURE)] | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    seed: Seed | None = None
     metadata: dict[str, Any] | None = None
-    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: CacheSalt | None = None
+    priority: Priority | None = None
 
 
 # What is answered.

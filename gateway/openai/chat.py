@@ -9,6 +9,7 @@ import msgspec
 from rorqual.core.token_ids import unpack_token_ids
 from rorqual.v1 import text_pb2
 
+from ..policy import Dialect
 from ..upstream.inbox import Piece
 from .answer import AnswerOptions, Progress, WholeChoice, gather
 from .answer_schema import AnsweredMessage, ChatChoice, ChatCompletion
@@ -22,7 +23,7 @@ from .usage import finish_reason, stop_reason, usage_object
 
 _encode = msgspec.json.encode
 
-READER = BodyReader(ChatBody, refused={"echo": (False,), "add_special_tokens": (False,), "prompt": ()})
+READER = BodyReader(ChatBody, Dialect.CHAT)
 
 # A delta's opening and closing, around its encoded text.
 _CONTENT = b'"delta":{"content":'

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
+from rorqual.core.limits import MAX_CHOICES
 from rorqual.core.token_ids import pack_token_ids, unpack_token_ids
 from rorqual.v1 import text_pb2
 
+from ..policy import Dialect
 from ..upstream.inbox import Piece, TokenLogprob, read_logprobs
 from .answer import AnswerOptions, Progress, WholeChoice, gather
 from .answer_schema import TextChoice, TextCompletion
@@ -14,12 +16,12 @@ from .chunks import DONE, ChunkTemplate
 from .fields import BodyReader, invalid
 from .logprobs import CompletionLogprobs
 from .options import text_options
-from .schema import MAX_CHOICES, MAX_PROMPTS, CompletionBody
+from .schema import MAX_PROMPTS, CompletionBody
 from .usage import finish_reason, stop_reason, usage_object
 
 _encode = msgspec.json.encode
 
-READER = BodyReader(CompletionBody, refused={"add_special_tokens": (True,), "messages": (), "tools": ()})
+READER = BodyReader(CompletionBody, Dialect.COMPLETIONS)
 
 DEFAULT_MAX_TOKENS = 16
 """What OpenAI's endpoint takes where max_tokens is left out."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ import msgspec
 from rorqual.core.errors import InvalidRequestError
 from rorqual.v1 import text_pb2
 
-from .fields import check_depth, invalid, refuse
+from ..policy import Dialect, rules_of
+from .fields import check_depth, ignores, invalid, refuse
 from .schema import ChatBody, ContentPart, Message, TokenizeBody, ToolSpec
 
 PART_SEPARATOR = "\n"
@@ -24,7 +26,32 @@ _CHOICE_MODES = {
     "required": text_pb2.TOOL_CHOICE_MODE_REQUIRED,
 }
 
+_TOOL_TYPE = rules_of(Dialect.CHAT)["tools[].type"]
+_TOOL = re.compile(r"^tools\[(\d+)\]")
+
 _encode = msgspec.json.encode
+
+
+def leave_out_tools(body: ChatBody | TokenizeBody) -> tuple[list[str], list[str]]:
+    """Take the tools that are no functions out of `body`: (where each that is left stands, the names of the others)."""
+    kept, places, ignored = [], [], []
+    for index, tool in enumerate(body.tools or ()):
+        place = f"tools[{index}]"
+        if ignores(_TOOL_TYPE, tool.type):
+            ignored.append(place)
+        else:
+            kept.append(tool)
+            places.append(place)
+    body.tools = kept
+    return places, ignored
+
+
+def in_place(name: str, places: Sequence[str]) -> str:
+    """The field `name` of a chat whose tools come from `places` of the client's body."""
+    match = _TOOL.match(name)
+    if match is None or int(match[1]) >= len(places):
+        return name
+    return places[int(match[1])] + name[match.end() :]
 
 
 def chat_request(body: ChatBody | TokenizeBody) -> text_pb2.ChatRequest:
@@ -147,27 +174,27 @@ def _tool_choice(choice: Any, tools: Sequence[ToolSpec]) -> text_pb2.ToolChoice 
     """OpenAI's tool_choice: a word, or an object that names a function."""
     if choice is None:
         return None
-    if choice in ("none", "auto"):
-        return text_pb2.ToolChoice(mode=_CHOICE_MODES[choice])
-    if not tools:
-        raise invalid("tool_choice", "a call can only be demanded where there are tools")
-    if choice == "required":
-        return text_pb2.ToolChoice(mode=_CHOICE_MODES[choice])
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
+    if choice not in ("none", "auto", "required") and not isinstance(name, str):
         raise invalid(
             "tool_choice",
             'it must be \'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": …}}',
         )
+    if choice in ("none", "auto"):
+        return text_pb2.ToolChoice(mode=_CHOICE_MODES[choice])
+    if not tools:
+        raise invalid("tool_choice", "a call can only be demanded where there are tools")
+    if not isinstance(name, str):
+        return text_pb2.ToolChoice(mode=_CHOICE_MODES[choice])
     if all(tool.function is None or tool.function.name != name for tool in tools):
         raise invalid("tool_choice", f"none of the tools is called {name[:64]!r}")
     return text_pb2.ToolChoice(function_name=name)
 
 
 def _tool(tool: ToolSpec, here: str) -> text_pb2.Tool:
-    if tool.type != "function" or tool.function is None:
-        raise invalid(here, f"only tools of type 'function' are taken, got {tool.type!r}")
+    if tool.function is None:
+        raise invalid(f"{here}.function", "it is required")
     parameters = bytes(tool.function.parameters).decode()
     if parameters == "null":
         parameters = ""

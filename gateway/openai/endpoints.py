@@ -7,31 +7,27 @@ from dataclasses import replace
 import grpc
 import msgspec
 
-from rorqual.core.errors import ModelNotFoundError, UnavailableError
+from rorqual.core.errors import UnavailableError
 from rorqual.core.token_ids import pack_token_ids, unpack_token_ids
 from rorqual.rpc.status import from_rpc_error
 from rorqual.v1 import text_pb2
 
 from ..asgi import Exchange
 from ..context import GatewayContext
-from ..upstream.replicas import CALL_TIMEOUT_S
+from ..policy import Dialect
+from ..upstream.replicas import CALL_TIMEOUT_S, model_not_found
 from . import chat, completions, response_request
 from .answer_schema import Detokenized, ModelList, ModelObject, Tokenized
 from .constraint import constraint_name
-from .conversation import chat_request
+from .conversation import chat_request, in_place, leave_out_tools
 from .fields import BodyReader, ignored_header, invalid
 from .response_answer import ResponsesAnswer
 from .response_schema import Reasoning, ResponseObject
 from .schema import DetokenizeBody, TokenizeBody
 from .serve import answer_options, begin, operation, serve_generation
 
-TOKENIZE_READER = BodyReader(
-    TokenizeBody,
-    refused={"chat_template": (), "documents": ([],), "mm_processor_kwargs": ()},
-    silent=(),
-    inherit=False,
-)
-DETOKENIZE_READER = BodyReader(DetokenizeBody, silent=(), inherit=False)
+TOKENIZE_READER = BodyReader(TokenizeBody, Dialect.TOKENIZE)
+DETOKENIZE_READER = BodyReader(DetokenizeBody, Dialect.DETOKENIZE)
 
 
 async def chat_completions(context: GatewayContext, exchange: Exchange) -> None:
@@ -39,8 +35,12 @@ async def chat_completions(context: GatewayContext, exchange: Exchange) -> None:
     with operation(context, exchange, "chat") as span:
         body, unknown = chat.READER.read(await exchange.body(context.config.max_body_bytes))
         begin(context, exchange, span, body.model, unknown)
+        places, ignored = leave_out_tools(body)
+        exchange.extra_headers.update(ignored_header(unknown + ignored))
+        exchange.errors = replace(exchange.errors, rename=lambda name: in_place(name, places))
         command = chat.chat_command(body, exchange.request_id)
-        exchange.errors = replace(exchange.errors, rename=constraint_name(body))
+        constrained = constraint_name(body)
+        exchange.errors = replace(exchange.errors, rename=lambda name: in_place(constrained(name), places))
         options = answer_options(context, exchange, body, "chatcmpl-")
         answer = chat.ChatAnswer(options)
         echo = body.prompt_logprobs is not None
@@ -66,7 +66,11 @@ async def responses(context: GatewayContext, exchange: Exchange) -> None:
         body, unknown = response_request.READER.read(await exchange.body(context.config.max_body_bytes))
         begin(context, exchange, span, body.model, unknown)
         exchange.errors = replace(exchange.errors, rename=response_request.field_name)
-        chat_body, ignored = response_request.chat_body(body)
+        tools = response_request.read_tools(body)
+        exchange.errors = replace(
+            exchange.errors, rename=lambda name: response_request.field_name(in_place(name, tools.places))
+        )
+        chat_body, ignored = response_request.chat_body(body, tools)
         exchange.extra_headers.update(ignored_header(unknown + ignored))
         command = chat.chat_command(chat_body, exchange.request_id)
         options = answer_options(context, exchange, chat_body, "resp_")
@@ -86,12 +90,12 @@ async def responses(context: GatewayContext, exchange: Exchange) -> None:
             temperature=body.temperature,
             text={"format": response_request.answered_format(body.text), "verbosity": "medium"},
             tool_choice=body.tool_choice or "auto",
-            tools=body.tools or [],
+            tools=tools.served,
             top_logprobs=body.top_logprobs or 0,
             top_p=body.top_p,
             user=body.user,
         )
-        answer = ResponsesAnswer(options, response, now_s=lambda: int(context.clock.time_s()))
+        answer = ResponsesAnswer(options, response, tools.by_name, now_s=lambda: int(context.clock.time_s()))
         exchange.errors = replace(exchange.errors, events=answer.failed)
         await serve_generation(context, exchange, span, [command], answer, stream=bool(body.stream))
 
@@ -109,9 +113,10 @@ async def model(context: GatewayContext, exchange: Exchange) -> None:
 def asked_model(context: GatewayContext, exchange: Exchange) -> ModelObject:
     """The one that the path names. Raises ModelNotFoundError, UnavailableError."""
     name = exchange.path.removeprefix("/v1/models/").rstrip("/")
-    found = next((model for model in served_models(context) if model.id == name), None)
+    served = served_models(context)
+    found = next((model for model in served if model.id == name), None)
     if found is None:
-        raise ModelNotFoundError(f"the model {name!r} does not exist here", field="model")
+        raise model_not_found(name, (model.id for model in served))
     return found
 
 
@@ -143,6 +148,9 @@ async def tokenize(context: GatewayContext, exchange: Exchange) -> None:
             if body.add_special_tokens is not None:
                 request.add_special_tokens = body.add_special_tokens
         else:
+            places, ignored = leave_out_tools(body)
+            exchange.extra_headers.update(ignored_header(unknown + ignored))
+            exchange.errors = replace(exchange.errors, rename=lambda name: in_place(name, places))
             request.chat.CopyFrom(chat_request(body))
         replica = await context.replicas.acquire(body.model or "")
         try:

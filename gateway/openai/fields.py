@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
 import msgspec
 
 from rorqual.core.errors import InvalidRequestError
+
+from ..policy import Act, Dialect, Rule, rules_of
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -22,122 +24,44 @@ MAX_SCHEMA_DEPTH = 64
 _AT = re.compile(r" - at `(?:key in )?\$?(.*)`$")
 _STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*+"')
 _BRACKETS = re.compile(rb"[\[\]{}]")
+_WHOLE_NUMBER = re.compile(r"^Expected `[^`]*\bint\b[^`]*`, got `float` - at `\$\.(\w+)")
+_INSIDE = frozenset(".[")  # in a name: it is that of something inside a field
 _MISSING = re.compile(r"Object missing required field `([^`]*)`")
-
-# Known fields that change nothing here.
-_SILENT = frozenset(
-    (
-        "user",
-        "metadata",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-    )
-)
-
-# Known fields that are not served yet, with the values that ask for nothing (null always does).
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
-    "audio": (),
-    "bad_words": ([],),
-    "chat_template": (),
-    "custom_logit_processor": (),
-    "custom_params": (),
-    "documents": ([],),
-    "ebnf": (),
-    "extra_key": (),
-    "function_call": ("none",),
-    "functions": ([],),
-    "guided_decoding_backend": (),
-    "guided_whitespace_pattern": (),
-    "include_reasoning": (True,),
-    "input_ids": (),
-    "json_schema": (),
-    "kv_transfer_params": (),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "lora_path": (),
-    "media_io_kwargs": (),
-    "mm_processor_kwargs": (),
-    "modalities": (["text"],),
-    "moderation": (),
-    "no_stop_trim": (False,),
-    "parallel_tool_calls": (True,),
-    "prediction": (),
-    "prompt_embeds": (),
-    "regex": (),
-    "request_id": (),
-    "return_hidden_states": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "rid": (),
-    "separate_reasoning": (True,),
-    "service_tier": ("auto", "default"),
-    "session_params": (),
-    "spaces_between_special_tokens": (True,),
-    "stop_regex": (),
-    "store": (False,),
-    "stream_reasoning": (True,),
-    "suffix": ("",),
-    "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "verbosity": ("medium",),
-    "vllm_xargs": (),
-    "web_search_options": (),
-}
-
-_HINTS = {
-    "ebnf": "use structured_outputs.grammar",
-    "extra_key": "use cache_salt",
-    "functions": "use tools",
-    "function_call": "use tools and tool_choice",
-    "json_schema": "use response_format",
-    "regex": "use structured_outputs.regex",
-    "input_ids": "send ids as the prompt of /v1/completions",
-    "no_stop_trim": "use include_stop_str_in_output",
-    "request_id": "send it as the header x-request-id",
-    "rid": "send it as the header x-request-id",
-}
 
 
 class BodyReader(Generic[T]):
     """Decodes one endpoint's body type."""
 
-    def __init__(
-        self,
-        body_type: type[T],
-        refused: Mapping[str, tuple[Any, ...]] | None = None,
-        *,
-        silent: Iterable[str] = _SILENT,
-        inherit: bool = True,
-    ) -> None:
-        """`refused`: further fields that this endpoint knows and does not serve, with their harmless values.
-
-        `silent`: fields that it knows and that change nothing. Without `inherit` those of OpenAI's chat and its peers
-        are strangers here.
-        """
+    def __init__(self, body_type: type[T], dialect: Dialect) -> None:
+        """`dialect`: whose rows of the policy's table hold for what `body_type` does not serve."""
         self.body_type = body_type
         self._decode: Callable[[bytes], T] = msgspec.json.Decoder(body_type).decode
         self._names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
         self._served = frozenset(body_type.__struct_encode_fields__)
-        inside = _names_inside(msgspec.inspect.type_info(body_type))
+        info = msgspec.inspect.type_info(body_type)
+        self._ranges = _ranges(info)
+        inside = _names_inside(info)
         self._inside = {name: names for name, names in inside.items() if names is not None}
-        known = {**_REFUSED, **(refused or {})} if inherit else dict(refused or {})
-        self.refused = {name: values for name, values in known.items() if name not in self._served}
-        self.silent = frozenset(silent) - self._served - self.refused.keys()
+        self.rules = {
+            name: rule
+            for name, rule in rules_of(dialect).items()
+            if name not in self._served and not _INSIDE.intersection(name)
+        }
 
     def read(self, raw: bytes) -> tuple[T, list[str]]:
-        """The body, and the names of fields in it, at any depth, that nobody knows. Raises InvalidRequestError."""
+        """The body, and the names of fields in it that are ignored: by a rule, or, at any depth, as unknown.
+
+        Raises InvalidRequestError.
+        """
         try:
             if not raw.isascii():
                 raw.decode("utf-8")
             given = self._names(raw)
-            unknown = [name for name in given if name not in self._served and not self._settle(name, given[name])]
-            body = self._decode(raw)
+            ignored = [name for name in given if name not in self._served and self._ignores(name, given[name])]
+            body = self._typed(raw, given)
             for name in given.keys() & self._inside.keys() if len(raw) <= MAX_SEARCHED_BYTES else ():
-                unknown += _strangers(given[name], self._inside[name], name)
-            return body, unknown
+                ignored += _strangers(given[name], self._inside[name], name)
+            return body, ignored
         except UnicodeDecodeError as error:
             raise InvalidRequestError(
                 f"the body is not valid UTF-8 (byte {error.start})", reason="INVALID_JSON"
@@ -145,22 +69,67 @@ class BodyReader(Generic[T]):
         except RecursionError:
             raise InvalidRequestError("the body is nested too deeply", reason="INVALID_JSON") from None
         except msgspec.ValidationError as error:
-            raise _explain(str(error)) from None
+            raise _explain(str(error), self._ranges) from None
         except msgspec.DecodeError as error:
             raise InvalidRequestError(f"the body is not valid JSON: {error}", reason="INVALID_JSON") from None
 
-    def _settle(self, name: str, value: msgspec.Raw) -> bool:
-        """Whether an unserved field is known. Raises where it asks for something."""
-        if name in self.silent:
-            return True
-        harmless = self.refused.get(name)
-        if harmless is None:
-            return False
-        asked = msgspec.json.decode(value)
-        if asked is not None and asked not in harmless:
-            hint = f": {_HINTS[name]}" if name in _HINTS else ""
-            raise refuse(name, f"{name} is not supported here{hint}")
-        return True
+    def _typed(self, raw: bytes, given: dict[str, msgspec.Raw]) -> T:
+        """The body, whose whole numbers may be written with a point: to JSON Schema 4.0 is an integer."""
+        for _ in range(len(given)):  # a pass for each such field
+            try:
+                return self._decode(raw)
+            except msgspec.ValidationError as error:
+                name = _WHOLE_NUMBER.search(str(error))
+                whole = _as_whole(given[name[1]]) if name is not None and name[1] in given else None
+                if name is None or whole is None:
+                    raise
+                given[name[1]] = whole
+                raw = msgspec.json.encode(given)
+        return self._decode(raw)
+
+    def _ignores(self, name: str, value: msgspec.Raw) -> bool:
+        """Whether an unserved field is to be named in the header. Raises where it is refused."""
+        rule = self.rules.get(name)
+        return rule is None or ignores(rule, msgspec.json.decode(value))
+
+
+def ignores(rule: Rule, value: Any, place: str = "") -> bool:
+    """Whether `value` asks for something that is ignored, and so is to be named. Raises InvalidRequestError where the rule
+    refuses it. `place`: where it stands, if not just in the field of the rule's name."""
+    if rule.act is Act.TAKEN or not rule.asks(value):
+        return False
+    if rule.act is Act.REFUSED:
+        place = place or rule.name
+        raise refuse(place, f"{place} is not supported here{': ' if rule.cure else ''}{rule.cure}")
+    return True
+
+
+def _as_whole(raw: msgspec.Raw) -> msgspec.Raw | None:
+    """A field's value with its whole numbers written without a point; None where that changes nothing."""
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
+        if isinstance(value, list):
+            return [whole(item) for item in value]
+        if isinstance(value, dict):
+            return {key: whole(item) for key, item in value.items()}
+        return value
+
+    written = msgspec.json.encode(whole(msgspec.json.decode(raw)))
+    return msgspec.Raw(written) if written != bytes(raw) else None
+
+
+def _ranges(body: msgspec.inspect.Type) -> dict[str, str]:
+    """The range of each of the body's numbers in words, by name."""
+    assert isinstance(body, msgspec.inspect.StructType)
+    out: dict[str, str] = {}
+    for field in body.fields:
+        kinds = field.type.types if isinstance(field.type, msgspec.inspect.UnionType) else (field.type,)
+        for kind in kinds:
+            if isinstance(kind, (msgspec.inspect.IntType, msgspec.inspect.FloatType)) and kind.ge is not None:
+                out[field.encode_name] = f"{kind.ge} to {kind.le}"
+    return out
 
 
 def _names_inside(kind: msgspec.inspect.Type) -> Any:
@@ -184,26 +153,27 @@ def _strangers(raw: msgspec.Raw, inside: Any, here: str) -> list[str]:
     A null asks for nothing. Raises InvalidRequestError for a number that no float holds, which the typed body may have
     skipped.
     """
-    found: dict[str, None] = {}
-
-    def look(value: Any, inside: Any, here: str) -> None:
-        if isinstance(inside, list) and isinstance(value, list):
-            for item in value:
-                look(item, inside[0], f"{here}[]")
-        elif isinstance(inside, dict) and isinstance(value, dict):
-            for name, item in value.items():
-                if name not in inside:
-                    if item is not None:
-                        found[f"{here}.{name}"] = None
-                elif inside[name] is not None and item is not None:
-                    look(item, inside[name], f"{here}.{name}")
-
     try:
         value = msgspec.json.decode(raw)
     except msgspec.ValidationError as error:
         raise invalid(here, _AT.sub("", str(error)).lower()) from None
-    look(value, inside, here)
+    found: dict[str, None] = {}
+    _look(value, inside, here, found)
     return list(found)
+
+
+def _look(value: Any, inside: Any, here: str, found: dict[str, None]) -> None:
+    """Add to `found`. (As a function within `_strangers` it would be a cycle, which holds `found` until one looks for such.)"""
+    if isinstance(inside, list) and isinstance(value, list):
+        for item in value:
+            _look(item, inside[0], f"{here}[]", found)
+    elif isinstance(inside, dict) and isinstance(value, dict):
+        for name, item in value.items():
+            if name not in inside:
+                if item is not None:
+                    found[f"{here}.{name}"] = None
+            elif inside[name] is not None and item is not None:
+                _look(item, inside[name], f"{here}.{name}", found)
 
 
 def refuse(name: str, message: str) -> InvalidRequestError:
@@ -234,8 +204,11 @@ def ignored_header(names: list[str]) -> dict[str, str]:
     return {IGNORED_HEADER: shown + rest}
 
 
-def _explain(text: str) -> InvalidRequestError:
-    """msgspec's "Expected `int`, got `str` - at `$.messages[0].role`" as a fault of messages[0].role."""
+def _explain(text: str, ranges: Mapping[str, str]) -> InvalidRequestError:
+    """msgspec's "Expected `int`, got `str` - at `$.messages[0].role`" as a fault of messages[0].role.
+
+    `ranges`: of numbers, by name, which the message gets.
+    """
     at = _AT.search(text)
     path = at.group(1).lstrip(".").removesuffix("[...]") if at else ""
     what = _AT.sub("", text).replace("`", "")
@@ -247,4 +220,5 @@ def _explain(text: str) -> InvalidRequestError:
         return InvalidRequestError(
             f"the body must be a JSON object: {what[0].lower()}{what[1:]}", reason="INVALID_JSON"
         )
-    return invalid(path, f"{what[0].lower()}{what[1:]}")
+    allowed = f" ({ranges[path]} is taken)" if path in ranges else ""
+    return invalid(path, f"{what[0].lower()}{what[1:]}{allowed}")

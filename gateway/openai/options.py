@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from rorqual.core.limits import FLOAT32_LEAST, MAX_STOP_BYTES
 from rorqual.v1 import common_pb2, text_pb2
 
 from .constraint import constraint_of
 from .fields import invalid, refuse
-from .schema import MAX_STOP_BYTES, GenerationFields
+from .schema import GenerationFields
 
 
 def sampling_params(body: GenerationFields) -> common_pb2.SamplingParams:
     """Fields that the body leaves out stay unset: the model's generation_config decides them."""
+    # What is left where the nucleus shrinks to nothing, or to less than a float32 holds.
+    only_likeliest = body.top_p is not None and body.top_p < FLOAT32_LEAST
     params = common_pb2.SamplingParams(
         temperature=body.temperature,
-        top_p=body.top_p or None,
+        top_p=None if only_likeliest else body.top_p,
         min_p=body.min_p,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
@@ -24,7 +27,7 @@ def sampling_params(body: GenerationFields) -> common_pb2.SamplingParams:
     )
     if body.top_k is not None:
         params.top_k = max(0, body.top_k)
-    if body.top_p == 0:  # what is left where the nucleus shrinks to nothing
+    if only_likeliest:
         params.top_k = 1
     if body.seed is not None:
         params.seed = body.seed % 2**64  # a negative seed is its two's complement
@@ -51,9 +54,10 @@ def text_options(body: GenerationFields, request_id: str, max_tokens: int | None
         max_tokens=max_tokens,
         stop=_stops(body.stop),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        stop_in_reasoning=bool(body.stop_in_reasoning),
         num_choices=num_choices,
         priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
+        cache_salt=body.cache_salt or None,
         ignore_eos=bool(body.ignore_eos),
         skip_special_tokens=body.skip_special_tokens,
         return_prompt_token_ids=bool(body.return_token_ids),

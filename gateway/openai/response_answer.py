@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -11,7 +11,9 @@ from rorqual.v1 import common_pb2, text_pb2
 from ..failures import Failure
 from ..upstream.inbox import Piece, TokenLogprob
 from .answer import AnswerOptions, Progress
+from .response_request import ToolOrigin
 from .response_schema import (
+    CustomToolCallItem,
     FunctionCallItem,
     IncompleteDetails,
     InputTokensDetails,
@@ -33,10 +35,19 @@ _encode = msgspec.json.encode
 class ResponsesAnswer:
     """One response, streamed or whole: both take the same steps, and a whole one drops the events."""
 
-    def __init__(self, options: AnswerOptions, response: ResponseObject, *, now_s: Callable[[], int]) -> None:
-        """`response`: what is known before anything is generated; it is filled in here."""
+    def __init__(
+        self,
+        options: AnswerOptions,
+        response: ResponseObject,
+        tools: Mapping[str, ToolOrigin],
+        *,
+        now_s: Callable[[], int],
+    ) -> None:
+        """`response`: what is known before anything is generated; it is filled in here. `tools`: by the names that the
+        model sees."""
         self.progress = Progress(options)
         self._response = response
+        self._tools = tools
         self._now_s = now_s
         self._with_logprobs = options.num_top_logprobs is not None
         self._output: list[OutputItem] = response.output
@@ -82,6 +93,8 @@ class ResponsesAnswer:
         code = "rate_limit_exceeded" if failure.status == 429 else "server_error"
         if 400 <= failure.status < 500 and failure.status not in (408, 429):
             code = "invalid_prompt"
+        if failure.code == "context_length_exceeded":  # by which clients know that they have to shorten the input
+            code = failure.code
         self._response.status = "failed"
         self._response.error = ResponseError(code, failure.message)
         error = self._event("error", code=failure.code, message=failure.message, param=failure.param)
@@ -120,9 +133,13 @@ class ResponsesAnswer:
     def _tool_call(self, delta: text_pb2.ToolCallDelta) -> bytes:
         opening, item = b"", self._open
         if not isinstance(item, _OpenCall) or item.tool_call_idx != delta.tool_call_idx:
-            item = _OpenCall(self._id("fc"), self._at(), delta.tool_call_idx)
-            item.call_id, item.name = delta.id, delta.name
+            origin = self._tools.get(delta.name) or ToolOrigin(delta.name, None, takes_text=False)
+            kind, prefix = (_OpenTextCall, "ctc") if origin.takes_text else (_OpenCall, "fc")
+            item = kind(self._id(prefix), self._at(), delta.tool_call_idx, delta.id, origin)
             opening = self._switch(item)
+        if isinstance(item, _OpenTextCall):
+            item.arguments.append(delta.arguments_json_delta)
+            return opening
         return opening + (self._delta(item, delta.arguments_json_delta) if delta.arguments_json_delta else b"")
 
     def _delta(self, item: _OpenItem, text: str, logprobs: list[TokenLogprob] | None = None) -> bytes:
@@ -154,7 +171,10 @@ class ResponsesAnswer:
         item, self._open = self._open, None
         if item is None:
             return b""
-        done = self._event(item.done_name, **item.place(), **item.done_fields())
+        late = b""
+        if isinstance(item, _OpenTextCall) and (text := item.input()):
+            late = self._delta(item, text)
+        done = late + self._event(item.done_name, **item.place(), **item.done_fields())
         part = item.part(item.text)
         if part is not None:
             done += self._event("response.content_part.done", **item.place(), part=part)
@@ -264,10 +284,12 @@ class _OpenCall(_OpenItem):
     delta_name = "response.function_call_arguments.delta"
     done_name = "response.function_call_arguments.done"
 
-    def __init__(self, item_id: str, output_index: int, tool_call_idx: int) -> None:
+    def __init__(self, item_id: str, output_index: int, tool_call_idx: int, call_id: str, origin: ToolOrigin) -> None:
         super().__init__(item_id, output_index)
         self.tool_call_idx = tool_call_idx
-        self.call_id = self.name = ""
+        self.call_id = call_id
+        self.name = origin.name
+        self.namespace = origin.namespace or msgspec.UNSET
 
     def place(self) -> dict[str, object]:
         return {"item_id": self.item_id, "output_index": self.output_index}
@@ -278,9 +300,14 @@ class _OpenCall(_OpenItem):
     def item(self, status: str) -> OutputItem:
         return self._item(status, self.text)
 
-    def _item(self, status: str, arguments: str) -> OutputItem:
+    def _item(self, status: str, text: str) -> OutputItem:
         return FunctionCallItem(
-            id=self.item_id, status=status, call_id=self.call_id, name=self.name, arguments=arguments
+            id=self.item_id,
+            status=status,
+            call_id=self.call_id,
+            name=self.name,
+            namespace=self.namespace,
+            arguments=text,
         )
 
     def part(self, text: str) -> None:
@@ -288,3 +315,37 @@ class _OpenCall(_OpenItem):
 
     def done_fields(self) -> dict[str, object]:
         return {"arguments": self.text}
+
+
+class _OpenTextCall(_OpenCall):
+    """A call of a custom tool. Its text is known when its arguments have ended, and comes as one delta."""
+
+    delta_name = "response.custom_tool_call_input.delta"
+    done_name = "response.custom_tool_call_input.done"
+
+    def __init__(self, item_id: str, output_index: int, tool_call_idx: int, call_id: str, origin: ToolOrigin) -> None:
+        super().__init__(item_id, output_index, tool_call_idx, call_id, origin)
+        self.arguments: list[str] = []  # JSON, as the model writes it
+
+    def input(self) -> str:
+        """The text in the arguments. What is not of that form, or was cut off, is given as it is."""
+        written = "".join(self.arguments)
+        try:
+            value = msgspec.json.decode(written)
+        except (msgspec.DecodeError, RecursionError):
+            return written
+        text = value.get("input") if isinstance(value, dict) else None
+        return text if isinstance(text, str) else written
+
+    def _item(self, status: str, text: str) -> OutputItem:
+        return CustomToolCallItem(
+            id=self.item_id,
+            status=status,
+            call_id=self.call_id,
+            name=self.name,
+            namespace=self.namespace,
+            input=text,
+        )
+
+    def done_fields(self) -> dict[str, object]:
+        return {"input": self.text}

@@ -8,7 +8,16 @@ import msgspec
 from msgspec import Meta, Raw
 
 from ..upstream.inbox import TokenLogprob
-from .schema import MAX_MESSAGES, NULL, Metadata, SamplingFields, TopCount
+from .schema import (
+    MAX_MESSAGES,
+    NULL,
+    FunctionName,
+    Label,
+    MaxTokens,
+    Metadata,
+    SamplingFields,
+    TopCount,
+)
 
 INCLUDABLE = (
     "message.output_text.logprobs",
@@ -24,15 +33,24 @@ INCLUDABLE = (
 
 
 class InputPart(msgspec.Struct):
-    """A part of an item's content: input_text, output_text, reasoning_text, summary_text or refusal."""
+    """A part of an item's content: input_text, output_text, reasoning_text, summary_text or refusal.
+
+    Of a tool's output also an image or a file, which no model here can read: the other fields are theirs.
+    """
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    detail: Any = None
+    file_data: Any = None
+    file_id: Any = None
+    file_url: Any = None
+    filename: Any = None
+    image_url: Any = None
 
 
 class InputItem(msgspec.Struct, kw_only=True):
-    """A message (`type` may be left out), function_call, function_call_output or reasoning."""
+    """A message (`type` may be left out), function_call, custom_tool_call, the output of either, or reasoning."""
 
     type: str | None = None
     id: str | None = None
@@ -41,20 +59,29 @@ class InputItem(msgspec.Struct, kw_only=True):
     status: str | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None  # of a call: the group that its function belongs to
     arguments: str | None = None
+    input: str | None = None  # of a custom_tool_call
     output: str | list[InputPart] | None = None
     summary: list[InputPart] | None = None
     encrypted_content: str | None = None
 
 
-class ResponseTool(msgspec.Struct, kw_only=True):
-    """A function that the model may call. Tools that a server runs are refused."""
+class GroupedTool(msgspec.Struct, kw_only=True):
+    """A function that the model may call (`function`), or one whose argument is a text (`custom`)."""
 
     type: str
-    name: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    name: FunctionName | None = None
     description: str | None = None
     parameters: Raw = msgspec.field(default_factory=lambda: Raw(b"null"))
     strict: bool | None = None
+    format: dict[str, Any] | None = None  # of a custom tool's text
+
+
+class ResponseTool(GroupedTool, kw_only=True):
+    """A tool, or a group of them (`namespace`). Tools that a server runs are left out."""
+
+    tools: list[GroupedTool] | None = None  # of a group
 
 
 class TextFormat(msgspec.Struct):
@@ -74,8 +101,8 @@ class TextConfig(msgspec.Struct):
 
 class Reasoning(msgspec.Struct):
     effort: str | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    summary: Literal["auto", "concise", "detailed", "none"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed", "none"] | None = None
 
 
 class ResponsesBody(SamplingFields, kw_only=True):
@@ -88,15 +115,12 @@ class ResponsesBody(SamplingFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
-    truncation: Literal["auto", "disabled"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    max_output_tokens: Annotated[int, Meta(ge=1, le=2**32 - 1)] | None = None
+    max_output_tokens: MaxTokens | None = None
     top_logprobs: TopCount | None = None
     include: list[str] | None = None
-    store: bool | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
 
 
 # What is answered.
@@ -134,10 +158,20 @@ class FunctionCallItem(msgspec.Struct, tag="function_call", kw_only=True):
     status: str
     call_id: str
     name: str
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
     arguments: str
 
 
-OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
+class CustomToolCallItem(msgspec.Struct, tag="custom_tool_call", kw_only=True):
+    id: str
+    status: str
+    call_id: str
+    name: str
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
+    input: str
+
+
+OutputItem = OutputMessage | ReasoningItem | FunctionCallItem | CustomToolCallItem
 
 
 class InputTokensDetails(msgspec.Struct):
@@ -193,7 +227,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     temperature: float | None = None
     text: dict[str, Any]
     tool_choice: Any = "auto"
-    tools: list[ResponseTool] = []
+    tools: list[dict[str, Any]] = []
     top_logprobs: int = 0
     top_p: float | None = None
     truncation: str = "disabled"

@@ -7,25 +7,37 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-MAX_CHOICES = 128
-MAX_STOPS = 16
-MAX_STOP_BYTES = 1024
-MAX_LOGIT_BIAS = 1024
-MAX_STOP_TOKEN_IDS = 256
+from rorqual.core import limits
+from rorqual.core.limits import HTTP, REQUEST, SAMPLING
+
 MAX_MESSAGES = 16_384
 MAX_PROMPTS = 2048
 
 NULL = Raw(b"null")
 
-Unit = Annotated[float, Meta(ge=0, le=1)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Count = Annotated[int, Meta(ge=0, le=2**32 - 1)]
-Id = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+
+def within(number: limits.Number) -> Meta:
+    """A row of the table of limits as a schema's."""
+    return Meta(ge=number.least, le=number.most)
+
+
+Temperature = Annotated[float, within(HTTP["temperature"])]
+TopP = Annotated[float, within(HTTP["top_p"])]
+TopK = Annotated[int, within(HTTP["top_k"])]
+Seed = Annotated[int, within(HTTP["seed"])]
+MaxTokens = Annotated[int, within(HTTP["max_tokens"])]
+Priority = Annotated[int, within(REQUEST["priority"])]
+Penalty = Annotated[float, within(SAMPLING["presence_penalty"])]
+Id = Annotated[int, within(limits.TOKEN_ID)]
+ModelName = Annotated[str, Meta(max_length=limits.STRINGS["model"].most_bytes)]
+Label = Annotated[str, Meta(max_length=limits.MAX_LABEL_CHARS)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=limits.MAX_SALT_CHARS)]
+FunctionName = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
 Role = Literal["system", "developer", "user", "assistant", "tool", "latest_reminder"]
-Bias = Annotated[float, Meta(ge=-100, le=100)]
-StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_BYTES)]
-StopStrings = Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
-TopCount = Annotated[int, Meta(ge=0, le=20)]
+Bias = Annotated[float, within(SAMPLING["logit_bias"])]
+StopString = Annotated[str, Meta(min_length=1, max_length=limits.MAX_STOP_BYTES)]
+StopStrings = Annotated[list[StopString], Meta(max_length=limits.MAX_STOP_STRINGS)]
+TopCount = Annotated[int, within(HTTP["top_logprobs"])]
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
@@ -40,27 +52,28 @@ class StreamOptions(msgspec.Struct):
 class SamplingFields(msgspec.Struct, kw_only=True):
     """What every endpoint that generates has in common."""
 
-    model: str | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Unit | None = None  # 0: the likeliest token alone
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1 and 0: off
-    min_p: Unit | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    model: ModelName | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None  # 0: the likeliest token alone
+    top_k: TopK | None = None  # -1 and 0: off
+    min_p: Annotated[float, within(SAMPLING["min_p"])] | None = None
+    seed: Seed | None = None
     stop: StopString | StopStrings | None = None
-    stop_token_ids: Annotated[list[Id], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop_token_ids: Annotated[list[Id], Meta(max_length=limits.MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
-    min_tokens: Count | None = None
+    stop_in_reasoning: bool | None = None
+    min_tokens: Annotated[int, within(SAMPLING["min_tokens"])] | None = None
     ignore_eos: bool | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
-    logit_bias: Annotated[dict[str, Bias], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
+    repetition_penalty: Annotated[float, within(SAMPLING["repetition_penalty"])] | None = None
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=limits.MAX_LOGIT_BIAS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: CacheSalt | None = None
+    priority: Priority | None = None
     skip_special_tokens: bool | None = None
-    user: str | None = None
+    user: Label | None = None
     metadata: Metadata | None = None
 
 
@@ -95,7 +108,7 @@ class StructuredOutputs(msgspec.Struct):
 class GenerationFields(SamplingFields, kw_only=True):
     """What chat and text completions have in common."""
 
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    n: Annotated[int, within(HTTP["n"])] | None = None
     best_of: int | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: TopCount | None = None
@@ -145,7 +158,7 @@ class ThinkingSwitch(msgspec.Struct):
 
 
 class Function(msgspec.Struct):
-    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    name: FunctionName
     description: str | None = None
     parameters: Raw = msgspec.field(default_factory=lambda: Raw(b"null"))
     strict: bool | None = None
@@ -168,8 +181,8 @@ class ChatBody(GenerationFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     thinking: ThinkingSwitch | None = None
     reasoning_effort: str | None = None
-    max_tokens: Annotated[int, Meta(ge=1, le=2**32 - 1)] | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=1, le=2**32 - 1)] | None = None
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: TopCount | None = None
 
@@ -178,7 +191,7 @@ class CompletionBody(GenerationFields, kw_only=True):
     """POST /v1/completions."""
 
     prompt: str | list[str | Id | list[Id]]
-    max_tokens: Count | None = None
+    max_tokens: Annotated[int, within(REQUEST["max_tokens"])] | None = None
     logprobs: TopCount | None = None
     echo: bool | None = None
 
@@ -186,7 +199,7 @@ class CompletionBody(GenerationFields, kw_only=True):
 class TokenizeBody(msgspec.Struct, kw_only=True):
     """POST /tokenize: a `prompt`, or `messages` and how they are rendered."""
 
-    model: str | None = None
+    model: ModelName | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -204,4 +217,4 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     """POST /detokenize."""
 
     tokens: list[Id]
-    model: str | None = None
+    model: ModelName | None = None

@@ -105,7 +105,9 @@ async def serve_generation(
     for command in commands:
         body = command.chat if command.WhichOneof("command") == "chat" else command.complete
         body.options.trace.CopyFrom(trace)
-        body.options.cache_salt = exchange.cache_salt(body.options.cache_salt)
+        if salt := exchange.cache_salt(body.options.cache_salt):
+            body.options.cache_salt = salt
+        body.options.priority = exchange.priority(body.options.priority)
         num_choices = max(1, body.options.num_choices)
         streams.append(
             TextStream(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from rorqual.core.errors import PreconditionError
+from rorqual.rpc.prompt_echo import EchoJoiner
 from rorqual.v1 import text_pb2
 
 
 class Ledger:
     """The token history of each choice, and what was fixed on first contact. Pure."""
 
-    __slots__ = ("_echo_expected", "_echoed", "_finished", "accepted", "ended", "num_choices", "token_ids")
+    __slots__ = ("_echo_expected", "_echoed", "_echoes", "_finished", "accepted", "ended", "num_choices", "token_ids")
 
     def __init__(self, num_choices: int, *, echo_expected: bool = False) -> None:
         self.num_choices = num_choices
@@ -18,6 +19,7 @@ class Ledger:
         self.ended = False  # the usage, last of the request, has come
         self._echo_expected = echo_expected
         self._echoed: set[int] = set()
+        self._echoes = EchoJoiner()
         self._finished: set[int] = set()
 
     @property
@@ -41,7 +43,7 @@ class Ledger:
         if choice in self._finished:
             return False
         if which == "echo":
-            if choice in self._echoed:
+            if choice in self._echoed or not self._echoes.join(choice, event.echo):
                 return False
             self._echoed.add(choice)
         elif which == "finished":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import grpc
@@ -17,6 +17,8 @@ from rorqual.rpc.options import MAX_MESSAGE_BYTES
 from rorqual.rpc.status import from_rpc_error
 from rorqual.v1 import text_pb2
 
+from .isolation import Suspect
+
 _log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = MAX_MESSAGE_BYTES // 4
@@ -25,6 +27,12 @@ MAX_FRAME_BYTES = MAX_MESSAGE_BYTES // 4
 MAX_COMMAND_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
 
 HEARTBEAT_PERIOD_S = 1.0
+_ENDED_BY_STOP = "Cancelling all calls"
+"""What gRPC says of a call whose server was told to stop."""
+
+_NEVER_THERE = "failed to connect"
+"""How it begins where there was no server: what was to be sent has met nobody."""
+
 PEER_SILENT = "PEER_SILENT"  # reason of a session that ended for want of heartbeats
 
 
@@ -36,14 +44,17 @@ def core_of(message: str) -> str:
 Session = grpc.aio.StreamStreamCall[text_pb2.TextServiceSessionRequest, text_pb2.TextServiceSessionResponse]
 
 
-class Reader(Protocol):
+class Reader(Suspect, Protocol):
     """Whoever opened a stream on a link."""
 
     def on_message(self, message: text_pb2.TextStreamEvents) -> None: ...
 
-    def on_lost(self, error: RorqualError) -> None:
-        """The session ended before the stream did."""
+    def on_lost(self, error: RorqualError, *, died: bool) -> None:
+        """The session ended before the stream did. `died`: not by the peer's own wish."""
         ...
+
+
+OnEnd = Callable[["SessionLink", "list[Reader]", bool], None]
 
 
 class SessionLink:
@@ -57,7 +68,9 @@ class SessionLink:
         peer_timeout_s: float,
         clock: Clock,
         on_first_frame: Callable[[], None] = lambda: None,
+        on_end: OnEnd = lambda link, readers, died: None,
     ) -> None:
+        """`on_end`: is told the readers that were in the session when it ended, and whether the peer died, before they are."""
         self.address = address
         self._open_session = open_session
         self._peer_timeout_s = peer_timeout_s
@@ -69,6 +82,8 @@ class SessionLink:
         self._sleep = LightSleep()
         self._beat_due = False
         self._on_first_frame = on_first_frame
+        self._on_end = on_end
+        self._died = False
         self._peer_beats = False
         self._heard_s = clock.monotonic_s()
         self.heard = False  # a frame has come
@@ -78,6 +93,11 @@ class SessionLink:
     def num_streams(self) -> int:
         """Requests that live on this link."""
         return len(self._readers)
+
+    @property
+    def readers(self) -> Collection[Reader]:
+        """Those of the streams that live on this link."""
+        return self._readers.values()
 
     @property
     def silent_s(self) -> float:
@@ -130,13 +150,18 @@ class SessionLink:
             call.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             readers, self._readers = self._readers, {}
+            unsent = {command.stream_id for command in self._commands}
+            self._on_end(self, [reader for stream_id, reader in readers.items() if stream_id not in unsent], self._died)
             for reader in readers.values():
-                reader.on_lost(cause)
+                reader.on_lost(cause, died=self._died)
         return cause
 
     def _cause_of(self, error: BaseException | None) -> RorqualError:
         if error is None:
             return UnavailableError(f"tokenizer {self.address} closed the session")
+        # A peer that fell silent may hang over a request for ever: the next one would too.
+        details = (error.details() or "") if isinstance(error, grpc.aio.AioRpcError) else ""
+        self._died = details != _ENDED_BY_STOP and not details.startswith(_NEVER_THERE)
         if isinstance(error, grpc.RpcError):
             return UnavailableError(f"tokenizer {self.address} is lost: {core_of(from_rpc_error(error).message)}")
         if isinstance(error, RorqualError):

@@ -18,7 +18,8 @@ from rorqual.rpc.channel import open_channel
 from rorqual.rpc.status import from_rpc_error
 from rorqual.v1 import text_pb2, text_pb2_grpc
 
-from .link import PEER_SILENT, SessionLink, core_of
+from .isolation import Isolation, Suspect
+from .link import PEER_SILENT, OnEnd, SessionLink, core_of
 
 _log = logging.getLogger(__name__)
 
@@ -27,10 +28,20 @@ RETRY_PERIOD_S = 0.25
 HEALTH_PERIOD_S = 0.5
 HEALTH_TIMEOUT_S = 5.0
 MODELS_EVERY = 20  # health answers
+MAX_NAMES_TOLD = 8
 SILENCE_S = 10.0
 """No heartbeat for so long: nothing new is placed there, and readiness is lost."""
 
 CALL_TIMEOUT_S = 10.0
+
+
+def model_not_found(asked: str, served: Iterable[str]) -> ModelNotFoundError:
+    """The refusal of a model that nobody serves, with the names of those that are served."""
+    names = list(dict.fromkeys(served))
+    told = ", ".join(map(repr, names[:MAX_NAMES_TOLD])) + (", …" if len(names) > MAX_NAMES_TOLD else "")
+    return ModelNotFoundError(
+        f"the model {asked!r} is not served here; ask for {told}, or leave the model out", field="model"
+    )
 
 
 class State(enum.Enum):
@@ -44,8 +55,17 @@ class State(enum.Enum):
 class Replica:
     """One tokenizer: its channel, its health, its session."""
 
-    def __init__(self, address: str, *, peer_timeout_s: float, clock: Clock, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        peer_timeout_s: float,
+        clock: Clock,
+        on_change: Callable[[], None],
+        on_end: OnEnd = lambda link, readers, died: None,
+    ) -> None:
         self.address = address
+        self._on_end = on_end
         self.state = State.UNREACHABLE
         self.cause = f"tokenizer {address} has not answered yet"
         self.models: tuple[text_pb2.ListModelsResponse, ...] = ()
@@ -66,7 +86,7 @@ class Replica:
     def usable(self) -> bool:
         """A session is open and the peer alive: streams can be placed here."""
         link = self.link
-        if link is None or self.state is State.UNREACHABLE or (self._was_silent and not link.heard):
+        if link is None or link.closed or self.state is State.UNREACHABLE or (self._was_silent and not link.heard):
             return False
         return link.silent_s < SILENCE_S
 
@@ -128,6 +148,7 @@ class Replica:
                 peer_timeout_s=self._peer_timeout_s,
                 clock=self._clock,
                 on_first_frame=self._on_change,
+                on_end=self._on_end,
             )
             self._on_change()
             try:
@@ -160,8 +181,15 @@ class ReplicaSet:
         self._clock = clock
         self.peer_timeout_s = peer_timeout_s
         self._changed = asyncio.Event()
+        self.isolation = Isolation(clock)
         self.replicas = [
-            Replica(address, peer_timeout_s=peer_timeout_s, clock=clock, on_change=self._on_change)
+            Replica(
+                address,
+                peer_timeout_s=peer_timeout_s,
+                clock=clock,
+                on_change=self._on_change,
+                on_end=self._on_session_end,
+            )
             for address in dict.fromkeys(addresses)
         ]
         self._turn = 0
@@ -175,10 +203,24 @@ class ReplicaSet:
     async def stop(self) -> None:
         await asyncio.gather(*(replica.stop() for replica in self.replicas))
 
+    def _on_session_end(self, link: SessionLink, readers: Iterable[Suspect], died: bool) -> None:
+        for stream in self.isolation.session_ended(link, readers, died=died):
+            stream.convict()
+
+    def on_stream_change(self) -> None:
+        """A stream with a death to its name was cleared, or is over: others may have waited for that."""
+        self._on_change()
+
+    def _arrange(self) -> None:
+        if self.isolation.is_active:
+            usable = (replica for replica in self.replicas if replica.usable)
+            self.isolation.arrange({r.link: r.serves for r in usable if r.link is not None})
+
     def _on_change(self) -> None:
         if self._was_ready and not self.ready:
             self._outage_began_s = self._clock.monotonic_s()
         self._was_ready = self.ready
+        self._arrange()
         self._changed.set()  # wakes all that wait now
         self._changed.clear()
 
@@ -203,9 +245,19 @@ class ReplicaSet:
                     return "fp_" + info.fingerprint.hex()[:12]
         return None
 
-    def pick(self, model: str, *, ready_only: bool, avoid: frozenset[str] = frozenset()) -> Replica | None:
-        """The least loaded replica for `model`; ready ones before others. Equal loads take turns."""
-        candidates = [r for r in self.replicas if r.usable and r.address not in avoid and r.serves(model)]
+    def pick(
+        self, model: str, *, ready_only: bool, avoid: frozenset[str] = frozenset(), stream: Suspect | None = None
+    ) -> Replica | None:
+        """The least loaded replica for `model` that `stream` may enter; ready ones before others. Equal loads take turns."""
+        candidates = [
+            r
+            for r in self.replicas
+            if r.usable
+            and r.address not in avoid
+            and r.serves(model)
+            and r.link is not None
+            and self.isolation.admits(stream, r.link)
+        ]
         if best := [r for r in candidates if r.state is State.READY]:
             candidates = best
         elif ready_only:
@@ -220,23 +272,45 @@ class ReplicaSet:
         """Raises ModelNotFoundError where all that answer know the name as nobody's."""
         known = [replica for replica in self.replicas if any(r.models for r in replica.models)]
         if model and known and not any(replica.serves(model) for replica in known):
-            raise ModelNotFoundError(f"the model {model!r} does not exist here", field="model")
+            raise model_not_found(model, (info.name for response, _ in self.models() for info in response.models))
 
-    async def acquire(self, model: str, *, until_s: float | None = None) -> Replica:
-        """A replica for a stream.
+    def _is_kept(self, model: str, stream: Suspect | None) -> bool:
+        """Whether a replica for `model` could be used, but is kept from `stream`."""
+        return any(
+            r.usable and r.serves(model) and r.link is not None and not self.isolation.admits(stream, r.link)
+            for r in self.replicas
+        )
+
+    async def acquire(
+        self, model: str, *, until_s: float | None = None, stream: Suspect | None = None, wait_s: float | None = None
+    ) -> Replica:
+        """A replica for `stream` (None: for a call).
 
         Without `until_s`, for a new request: a ready one, and where there is none it waits as long as the outage is
-        younger than peer_timeout_s. With it, for a resume: one that is usable, by that time on the clock. Raises
-        UnavailableError with the cause, ModelNotFoundError.
+        younger than peer_timeout_s. With it, for a resume: one that is usable, by that time on the clock, where none is lost
+        for longer than `wait_s`. One that is there but kept for others is no outage: a new request waits for
+        it for peer_timeout_s, a resume to the end of its time. Raises UnavailableError with the cause, ModelNotFoundError.
         """
+        began_s = lost_since_s = self._clock.monotonic_s()
         while True:
             self.check_model(model)
-            replica = self.pick(model, ready_only=until_s is None)
+            now_s = self._clock.monotonic_s()
+            if self.isolation.next_s <= now_s:
+                self._on_change()
+            replica = self.pick(model, ready_only=until_s is None, stream=stream)
             if replica is not None:
                 return replica
-            limit_s = self._outage_began_s + self.peer_timeout_s if until_s is None else until_s
-            left_s = limit_s - self._clock.monotonic_s()
-            if left_s <= 0:
-                raise UnavailableError("; ".join(self.causes().values()))
+            is_kept = self.isolation.is_active and self._is_kept(model, stream)
+            if until_s is None:
+                limit_s = began_s + self.peer_timeout_s if is_kept else self._outage_began_s + self.peer_timeout_s
+            else:
+                lost_since_s = now_s if is_kept else lost_since_s
+                limit_s = until_s if wait_s is None else min(until_s, lost_since_s + wait_s)
+            if now_s >= limit_s:
+                raise UnavailableError(
+                    "the tokenizers are looking for a request that kills them; try again later"
+                    if is_kept
+                    else "; ".join(self.causes().values())
+                )
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), left_s)
+                await asyncio.wait_for(self._changed.wait(), max(0.001, min(limit_s, self.isolation.next_s) - now_s))

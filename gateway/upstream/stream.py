@@ -10,12 +10,16 @@ from rorqual.rpc.status import from_error_proto
 from rorqual.v1 import text_pb2
 
 from .inbox import Inbox
+from .isolation import verdict
 from .ledger import Ledger
 from .link import SessionLink
 from .replicas import Replica, ReplicaSet
 
 MAX_FRUITLESS_ATTEMPTS = 3
-"""Sessions that may be lost one after another without a token in between, before a request is given up."""
+"""Replicas that may refuse a request, or end its session by their own wish, one after another without a token in between.
+
+Sessions lost with their tokenizer are not counted here: see isolation.py.
+"""
 
 
 class TextStream:
@@ -50,12 +54,21 @@ class TextStream:
         self._stream_id = 0
         self._reopening: asyncio.Task[None] | None = None
         self._closed = False
+        self._is_guilty = False
         self._num_fruitless = 0
         self._num_tokens_at_loss = -1
 
+    @property
+    def num_tokens(self) -> int:
+        return self.ledger.num_tokens
+
+    @property
+    def model(self) -> str:
+        return self._options.model
+
     async def start(self) -> None:
         """Place the request. Raises UnavailableError, ModelNotFoundError, InvalidRequestError (too large)."""
-        replica = await self._replicas.acquire(self._options.model)
+        replica = await self._replicas.acquire(self._options.model, stream=self)
         if not self._closed:
             self._open(replica)
 
@@ -69,6 +82,7 @@ class TextStream:
             self._options.resume.CopyFrom(resume)
         self._stream_id = replica.link.open(self, self._command)
         self._link = replica.link
+        self._replicas.isolation.opened(self, replica.link)
 
     def cancel(self) -> None:
         """No more is wanted. Does nothing on an ended stream."""
@@ -80,6 +94,22 @@ class TextStream:
         if self._link is not None:
             self._link.cancel(self._stream_id)
             self._link = None
+        self._forget()
+
+    def move(self) -> None:
+        """Leave the session for another, or for a later one: nothing is lost but time."""
+        if self._link is not None and not self._closed:
+            self._link.cancel(self._stream_id)
+            self._link = None
+            self._reopening = asyncio.create_task(self._reopen())
+
+    def convict(self) -> None:
+        self._is_guilty = True
+
+    def _forget(self) -> None:
+        """It is over: no death of its counts any more."""
+        if self._replicas.isolation.ended(self):
+            self._replicas.on_stream_change()
 
     def on_message(self, message: text_pb2.TextStreamEvents) -> None:
         """What a flush brought. It is taken in whole: see TextStreamEvents."""
@@ -93,6 +123,8 @@ class TextStream:
             self.cancel()
             inbox.fail(error)
             return
+        if self._replicas.isolation.progressed(self):
+            self._replicas.on_stream_change()
         if message.HasField("error"):
             self._on_error(from_error_proto(message.error))
         elif ledger.ended:
@@ -105,7 +137,7 @@ class TextStream:
         """A replica that cannot serve is left for another that can; any other error is the request's end."""
         if isinstance(error, UnavailableError) and self._link is not None:
             here = frozenset((self._link.address,))
-            other = self._replicas.pick(self._options.model, ready_only=True, avoid=here)
+            other = self._replicas.pick(self._options.model, ready_only=True, avoid=here, stream=self)
             if other is not None and self._may_retry():
                 self._leave_link()
                 self._open_again(other)
@@ -113,15 +145,21 @@ class TextStream:
         self._close()
         self._inbox.fail(error)
 
-    def on_lost(self, error: RorqualError) -> None:
+    def on_lost(self, error: RorqualError, *, died: bool) -> None:
         self._link = None
         if self._closed:
             return
-        if self._may_retry():
+        if self._is_guilty:
+            self._give_up(verdict(self.num_tokens))
+        elif died or self._may_retry():
             self._reopening = asyncio.create_task(self._reopen())
         else:
-            self._closed = True
-            self._inbox.fail(error)
+            self._give_up(error)
+
+    def _give_up(self, error: RorqualError) -> None:
+        self._closed = True
+        self._forget()
+        self._inbox.fail(error)
 
     def _may_retry(self) -> bool:
         num_tokens = self.ledger.num_tokens
@@ -130,12 +168,14 @@ class TextStream:
         return self._num_fruitless <= MAX_FRUITLESS_ATTEMPTS
 
     async def _reopen(self) -> None:
-        until_s = min(self._clock.monotonic_s() + self._replicas.peer_timeout_s, self._deadline_s)
+        replicas = self._replicas
         try:
-            self._open_again(await self._replicas.acquire(self._options.model, until_s=until_s))
+            replica = await replicas.acquire(
+                self.model, until_s=self._deadline_s, stream=self, wait_s=replicas.peer_timeout_s
+            )
+            self._open_again(replica)
         except RorqualError as error:
-            self._closed = True
-            self._inbox.fail(error)
+            self._give_up(error)
         finally:
             self._reopening = None
 
@@ -144,8 +184,7 @@ class TextStream:
         try:
             self._open(replica)
         except RorqualError as error:
-            self._closed = True
-            self._inbox.fail(error)
+            self._give_up(error)
 
     def _leave_link(self) -> None:
         if self._link is not None:
@@ -155,3 +194,4 @@ class TextStream:
     def _close(self) -> None:
         self._closed = True
         self._leave_link()
+        self._forget()

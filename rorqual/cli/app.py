@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from rorqual import __version__
-from rorqual.core.config_loader import ENV_PORT_FILE, EXIT_CONFIG, PROCESSES, nearest, resolve_config
+from rorqual.core.config_loader import ENV_PORT_FILE, EXIT_CONFIG, PROCESSES, resolve_config
 from rorqual.core.errors import ConfigError, InvalidRequestError, RorqualError
-from rorqual.launch import Stack, StackError, checkout_root, make_plan, module_command
+from rorqual.core.suggestions import of_command, of_flag
+from rorqual.launch import LogDir, Stack, StackError, checkout_root, make_plan, module_command
 from rorqual.launch.plan import MODULES, WHOLE, WITHOUT_HTTP, module_environ
 
 from .help import GroupedCommand
@@ -82,7 +85,7 @@ def run(argv: Sequence[str]) -> int:
         return code if isinstance(code, int) else 0
     except typer.TyperException as error:
         context = getattr(error, "ctx", None)
-        return _fail(context.command_path if context else "rorqual", _usage_message(error), error.exit_code)
+        return _fail(context.command_path if context else "rorqual", _usage_message(error, argv), error.exit_code)
     except StackError as error:
         return _fail("rorqual", error.message, error.exit_code)
     except (ConfigError, InvalidRequestError) as error:
@@ -101,13 +104,25 @@ def _fail(command: str, message: str, code: int) -> int:
     return code
 
 
-def _usage_message(error: typer.TyperException) -> str:
-    """typer's own words, but for an unknown flag: the nearest one."""
+_NO_COMMAND = re.compile(r"No such command '(?P<name>.*)'\.", re.DOTALL)
+
+
+def _usage_message(error: typer.TyperException, argv: Sequence[str]) -> str:
+    """typer's own words, but for what is not there: what may have been meant."""
     name, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
-    if context is None or not isinstance(name, str) or type(error).__name__ != "NoSuchOption":
-        return error.format_message()
-    valid = [option for param in context.command.params for option in (*param.opts, *param.secondary_opts)]
-    return f"unknown flag {name}{nearest(name, valid)}"
+    message = error.format_message()
+    if context is None:
+        return message
+    if isinstance(name, str) and type(error).__name__ == "NoSuchOption":
+        if not name.startswith("--"):  # of -tp typer names -t
+            name = next((token.split("=", 1)[0] for token in argv if token.startswith(name)), name)
+        valid = [option for param in context.command.params for option in (*param.opts, *param.secondary_opts)]
+        return f"unknown flag {name}{of_flag(name, valid)}"
+    if (match := _NO_COMMAND.fullmatch(message)) is not None:
+        return f"no such command: {match['name']}{of_command(match['name'], context.command.list_commands(context))}"
+    if message.startswith("Got unexpected extra argument") and "model" in {p.name for p in context.command.params}:
+        return f"{message.removesuffix('.')}: a checkpoint is given with --model"
+    return message
 
 
 def _version(show: bool) -> None:
@@ -137,7 +152,7 @@ def up(
         int | None,
         typer.Option(
             metavar="N",
-            help="Port of the gRPC TextService on loopback; 0 takes a free one. [dim](default: 50051, or a free one)[/dim]",
+            help="Port of the gRPC TextService on loopback; 0 takes a free one. [dim](default: 50051; where that is taken, a free one, and it is said)[/dim]",
             show_default=False,
         ),
     ] = None,
@@ -154,11 +169,16 @@ def up(
 
     With no flags it serves the model that ships with the project on [bold]http://127.0.0.1:8000[/bold].
     Another checkpoint: [bold]rorqual up --model /path/to/checkpoint --port 9000[/bold].
-    A process that dies is started again, and its requests go on.
+    A process that dies is started again, however often, and its requests go on; meanwhile what needs it waits, then gets
+    503 with Retry-After. The waits between starts grow to 30 s.
     Every flag is also a variable (--max-model-len is RORQUAL_MAX_MODEL_LEN) and a key of the TOML file.
     """
-    logs = Path(log_dir) if log_dir else checkout_root() / ".rorqual" / "logs"
     plan = make_plan(settings, config=config, grpc_port=grpc_port, num_gateways=gateways)
+    try:
+        logs = LogDir(Path(log_dir)) if log_dir else LogDir.first_free(checkout_root() / ".rorqual" / "logs")
+    except ConfigError:
+        plan.close()
+        raise
     out = Console(highlight=False, soft_wrap=True)
     progress = StartProgress([spec.name for spec in plan.processes])
     stack = Stack(plan, log_dir=logs, on_event=progress.on_event)
@@ -166,12 +186,12 @@ def up(
         try:
             with progress:
                 stack.start()
-            _announce(stack, out, plan.api_key)
+            _announce(stack, out, plan.api_key, plan.metrics, plan.notes)
             if port_file := os.environ.get(ENV_PORT_FILE):
                 _write_whole(Path(port_file), str(stack.http_port))
             if sample:
                 _show_sample(stack, out, plan.api_key)
-            out.print("Ctrl-C ends all processes; their logs are in", str(logs))
+            out.print("Ctrl-C ends all processes; their logs are in", str(stack.log_dir))
             while not stack.wait(1.0):
                 pass
         except StackError:
@@ -207,15 +227,20 @@ def _write_whole(path: Path, text: str) -> None:
     part.replace(path)
 
 
-def _announce(stack: Stack, out: Console, api_key: str) -> None:
+def _announce(stack: Stack, out: Console, api_key: str, metrics: Mapping[str, str], notes: Sequence[str]) -> None:
     from .http import model_name
 
     model = model_name(stack.url, api_key)
     body = json.dumps(
         {"model": model, "messages": [{"role": "user", "content": SAMPLE_PROMPT}], "stream": True}, ensure_ascii=False
     )
+    for note in notes:
+        out.print(f"\n[bold yellow]Note[/bold yellow]: {escape(note)}")
     key = " -H 'Authorization: Bearer YOUR_KEY'" if api_key else ""
     out.print(f"\n[bold]{model}[/bold] is served on [bold]{stack.url}[/bold] (gRPC: grpc://{stack.text_address})\n")
+    if metrics:
+        told = ", ".join(f"{name} {url}" for name, url in {**metrics, "gateway": f"{stack.url}/metrics"}.items())
+        out.print(f"metrics: {told}\n", markup=False)
     out.print(
         f"curl -N {stack.url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n", markup=False
     )

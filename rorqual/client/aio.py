@@ -16,9 +16,11 @@ from typing import Any, Self
 
 import grpc
 
+from rorqual.core import limits
 from rorqual.core.errors import InvalidRequestError, UnavailableError
 from rorqual.core.token_ids import pack_token_ids, unpack_token_ids
 from rorqual.rpc.channel import open_channel
+from rorqual.rpc.prompt_echo import EchoJoiner
 from rorqual.rpc.status import from_error_proto, from_rpc_error
 from rorqual.v1 import text_pb2, text_pb2_grpc
 
@@ -85,7 +87,7 @@ class AsyncClient:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         reasoning_effort: str = "",
-        cache_salt: str = "",
+        cache_salt: str | None = None,
         priority: int = 0,
         return_prompt_token_ids: bool = False,
     ) -> AsyncIterator[text_pb2.TextEvent]:
@@ -106,7 +108,7 @@ class AsyncClient:
         *,
         model: str = "",
         echo: bool = False,
-        cache_salt: str = "",
+        cache_salt: str | None = None,
         priority: int = 0,
         return_prompt_token_ids: bool = False,
     ) -> AsyncIterator[text_pb2.TextEvent]:
@@ -205,6 +207,7 @@ class _Progress:
         self._histories: dict[int, bytearray] = {}
         self._finished: set[int] = set()
         self._echoed: set[int] = set()
+        self._echoes = EchoJoiner()
         self._prompt_logprobs = request.options.sampling.HasField("prompt_logprobs")
         self.done = False
 
@@ -217,9 +220,10 @@ class _Progress:
             self._accepted = event.accepted if fresh else self._accepted
             return fresh
         if kind == "echo":
-            fresh = choice not in self._echoed
+            if choice in self._echoed or not self._echoes.join(choice, event.echo):
+                return False
             self._echoed.add(choice)
-            return fresh
+            return True
         if kind == "finished":
             fresh = choice not in self._finished
             self._finished.add(choice)
@@ -367,10 +371,13 @@ def _tool_choice(choice: str | Mapping[str, Any] | None) -> text_pb2.ToolChoice 
 
 
 def _options(
-    params: SamplingParams | None, model: str, cache_salt: str, priority: int, return_prompt_token_ids: bool
+    params: SamplingParams | None, model: str, cache_salt: str | None, priority: int, return_prompt_token_ids: bool
 ) -> text_pb2.TextOptions:
+    limits.check_strings((("model", model), ("cache_salt", cache_salt or "")))
+    limits.REQUEST["priority"].check(priority)
     options = (params or SamplingParams()).to_options(request_id=uuid.uuid4().hex, model=model)
-    options.cache_salt = cache_salt
+    if cache_salt is not None:
+        options.cache_salt = cache_salt
     options.priority = priority
     options.return_prompt_token_ids = return_prompt_token_ids
     return options

@@ -247,14 +247,14 @@ def _close(loop: _LoopThread, client: AsyncClient, stack: Stack | None) -> None:
 
 
 def _start_stack(settings: dict[str, Any], config: str, on_event: Callable[[Event], None] | None) -> Stack:
-    from rorqual.core.config_loader import nearest
+    from rorqual.core.suggestions import of_flag
     from rorqual.launch import Stack, make_plan, stack_settings
     from rorqual.launch.plan import WITHOUT_HTTP
 
     valid = stack_settings(WITHOUT_HTTP)
     for name in settings:
         if name not in valid:
-            raise ConfigError(f"unknown setting {name}{nearest(name, valid)}", field=name)
+            raise ConfigError(f"unknown setting {name}{of_flag(name, valid)}", field=name)
     stack = Stack(make_plan(settings, names=WITHOUT_HTTP, config=config), on_event=on_event)
     stack.start()
     return stack

@@ -13,6 +13,10 @@ from typing import Any
 
 from .api_keys import KEY_PATTERN
 from .errors import ConfigError
+from .limits import REQUEST
+
+MOST_TIMEOUT_S = 1e9
+"""32 years: as microseconds it is within what a request may carry."""
 
 CHAT_FORMATS = (
     "deepseek-v2",
@@ -56,7 +60,8 @@ class TelemetryConfig:
     """Tracing, metrics and logs: the same in every process."""
 
     otlp_endpoint: str = setting(
-        "", "OTLP/gRPC collector for traces, e.g. http://127.0.0.1:4317; empty: no traces are sent"
+        "",
+        "OTLP/gRPC collector for traces, e.g. http://127.0.0.1:4317; empty: OTEL_EXPORTER_OTLP_ENDPOINT's, or no traces are sent",
     )
     trace_sample_ratio: float = setting(1.0, "share of requests traced, 0 to 1, where the client sent no trace context")
     log_level: str = setting("info", "least severe level that is logged", choices=("debug", "info", "warning", "error"))
@@ -93,6 +98,11 @@ class SchedulerConfig:
     )
     enable_prefix_caching: bool = setting(True, "reuse the KV blocks of equal prefixes")
     max_queue_len: int = setting(4096, "requests that may wait; further ones are refused with RESOURCE_EXHAUSTED")
+    priority_ageing_s: float = setting(
+        30.0,
+        "a request that waits so long while a better priority is served gets a better one itself: by 1, then 2, 4, 8 … with "
+        "each such time more; 0: never",
+    )
     peer_timeout_s: float = setting(30.0, "silence of an executor that counts as its death")
     restart_wait_s: float = setting(
         2.0, "after a restart, how long executors may take to offer their cached blocks before requests are placed"
@@ -112,6 +122,12 @@ class SchedulerConfig:
             "0, or at least 64",
         )
         _require(self.max_queue_len >= 1, "max_queue_len", self.max_queue_len, "at least 1")
+        _require(
+            self.priority_ageing_s == 0.0 or 1.0 <= self.priority_ageing_s <= 86400.0,
+            "priority_ageing_s",
+            self.priority_ageing_s,
+            "0, or 1 to 86400",
+        )
         _require(
             self.peer_timeout_s > 1.0, "peer_timeout_s", self.peer_timeout_s, "above 1 (a heartbeat comes each second)"
         )
@@ -246,12 +262,19 @@ class GatewayConfig:
         (), "keys that clients may send as Bearer, separated by commas; none: no key is asked for", secret=True
     )
     api_key_file: str = setting(
-        "", "file of further keys, 'KEY' or 'KEY TENANT' a line; keys of one tenant share its cached prefixes"
+        "",
+        "file of further keys, 'KEY [TENANT] [best-priority=N]' a line; keys of one tenant share its cached prefixes",
+    )
+    best_priority: int = setting(
+        0,
+        "lowest priority that clients may ask for (lower runs earlier), where their key's line in api_key_file says no other",
     )
     cors_allow_origins: tuple[str, ...] = setting(
         (), "origins whose pages may call from a browser, separated by commas; *: any; none: no page may"
     )
     max_body_bytes: int = setting(32 * 1024 * 1024, "largest request body; larger ones get 413")
+    head_timeout_s: float = setting(30.0, "longest a request's line and headers may take to arrive")
+    body_timeout_s: float = setting(60.0, "longest a request's body may take to arrive")
     request_timeout_s: float = setting(3600.0, "longest a request may take, queue included")
     keep_alive_s: float = setting(10.0, "silence of a stream after which a comment or ping is sent; 0: none is")
     peer_timeout_s: float = setting(30.0, "how long streams wait for a lost tokenizer to come back")
@@ -271,9 +294,18 @@ class GatewayConfig:
                 origin,
                 "* or scheme://host[:port] without a path",
             )
+        number = REQUEST["priority"]
+        _require(number.admits(self.best_priority), "best_priority", self.best_priority, number.rule)
         _require(self.max_body_bytes >= 1024, "max_body_bytes", self.max_body_bytes, "at least 1024")
-        _require(self.request_timeout_s > 0, "request_timeout_s", self.request_timeout_s, "above 0")
+        _require(
+            0 < self.request_timeout_s <= MOST_TIMEOUT_S,
+            "request_timeout_s",
+            self.request_timeout_s,
+            "above 0, up to 1e9",
+        )
         _require(0 <= self.keep_alive_s <= 3600, "keep_alive_s", self.keep_alive_s, "0 to 3600")
+        for name in ("head_timeout_s", "body_timeout_s"):
+            _require(0 < getattr(self, name) <= 3600, name, getattr(self, name), "above 0, up to 3600")
         _require(
             self.peer_timeout_s > 1.0, "peer_timeout_s", self.peer_timeout_s, "above 1 (a heartbeat comes each second)"
         )

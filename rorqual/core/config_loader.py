@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import functools
 import math
 import os
 import sys
 import tomllib
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +25,7 @@ from typing import Any, NoReturn, TypeVar
 
 from .config import ExecutorConfig, GatewayConfig, SchedulerConfig, TokenizerConfig
 from .errors import ConfigError
+from .suggestions import nearest, of_flag
 
 T = TypeVar("T")
 
@@ -138,12 +138,6 @@ def _settings_of(cls: type) -> Mapping[str, Setting]:
     return MappingProxyType(found)
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """The end of a refusal: "; did you mean X?", or nothing where no name is near."""
-    matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
-    return f"; did you mean {matches[0]}?" if matches else ""
-
-
 def canonical(name: str, known: Mapping[str, Setting]) -> str:
     """`name` with a time's unit added where only that is missing (`peer_timeout` is `peer_timeout_s`)."""
     return f"{name}_s" if name not in known and f"{name}_s" in known else name
@@ -217,7 +211,7 @@ def from_environ(known: Mapping[str, Setting], environ: Mapping[str, str]) -> di
         name = canonical(variable.removeprefix(ENV_PREFIX).lower(), everywhere)
         if name not in everywhere or variable != variable.upper():
             valid = [setting.env for setting in everywhere.values()] + [ENV_CONFIG]
-            raise ConfigError(f"unknown variable {variable}{nearest(variable, valid)}", field=name)
+            raise ConfigError(f"unknown variable {variable}{of_flag(variable, valid)}", field=name)
         if name in known and environ[variable] != "":
             given[name] = parse_text(known[name], environ[variable], variable)
     return given
@@ -226,7 +220,7 @@ def from_environ(known: Mapping[str, Setting], environ: Mapping[str, str]) -> di
 def from_file(known: Mapping[str, Setting], path: str, process: str) -> dict[str, Given]:
     """The settings that the TOML file gives the process called `process` ("" for none). Raises ConfigError."""
     try:
-        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        document = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -243,7 +237,7 @@ def from_file(known: Mapping[str, Setting], path: str, process: str) -> dict[str
                 for raw, inner in value.items():
                     name = canonical(raw, table)
                     if name not in table:
-                        raise ConfigError(f"unknown key {raw} in [{key}] of {path}{nearest(raw, table)}", field=raw)
+                        raise ConfigError(f"unknown key {raw} in [{key}] of {path}{of_flag(raw, table)}", field=raw)
                     parsed = parse_toml(table[name], inner, f"{name} in [{key}] of {path}")
                     if key == process and name in known:
                         own[name] = parsed
@@ -253,7 +247,7 @@ def from_file(known: Mapping[str, Setting], path: str, process: str) -> dict[str
         name = canonical(key, everywhere)
         if name not in everywhere:
             what = "table" if isinstance(value, dict) else "key"
-            raise ConfigError(f"unknown {what} {key} in {path}{nearest(key, [*everywhere, *tables])}", field=key)
+            raise ConfigError(f"unknown {what} {key} in {path}{of_flag(key, [*everywhere, *tables])}", field=key)
         parsed = parse_toml(everywhere[name], value, f"{name} in {path}")
         if name in known:
             shared[name] = parsed
@@ -313,7 +307,7 @@ def from_flags(
         flag = rest[0].split("=", 1)[0]
         if flag.startswith("-"):
             valid = [option for action in parser._actions for option in action.option_strings]
-            raise ConfigError(f"unknown flag {flag}{nearest(flag, valid)}", field=flag)
+            raise ConfigError(f"unknown flag {flag}{of_flag(flag, valid)}", field=flag)
         raise ConfigError(f"unexpected argument {rest[0]!r}: settings are given as --flag value")
     values = vars(namespace)
     config = values.pop("config") or ""
@@ -352,12 +346,19 @@ def resolve_config(
     cls: type[T], argv: Sequence[str], environ: Mapping[str, str], *, prog: str = "rorqual", description: str = ""
 ) -> T:
     """`load_config` without the exit: raises ConfigError. --help still prints and exits with 0."""
+    return build(cls, gather(cls, argv, environ, prog=prog, description=description))
+
+
+def gather(
+    cls: type, argv: Sequence[str], environ: Mapping[str, str], *, prog: str = "rorqual", description: str = ""
+) -> dict[str, Given]:
+    """What flags, environment and file give for `cls`, and which of them does. Raises ConfigError."""
     known = settings_of(cls)
     flags, config = from_flags(known, argv, prog=prog, description=description)
     variables = from_environ(known, environ)
     path = config or environ.get(ENV_CONFIG, "")
     file = from_file(known, path, process_name(cls)) if path else {}
-    return build(cls, {**file, **variables, **flags})
+    return {**file, **variables, **flags}
 
 
 def load_config(

@@ -15,6 +15,7 @@ RorqualError
 ├── ConfigError               an impossible flag, variable or file
 ├── CheckpointError           a model folder that cannot be served
 ├── NumericalFaultError       the model computed inf or NaN for this sequence
+├── LethalRequestError        the request ended each process that ran it; it is not run again
 └── InternalError             a bug of ours; its text stays in the log
 
 Each carries a machine-readable `reason`, metadata (the figures behind it) and, where there is one, the
@@ -106,6 +107,10 @@ class CheckpointError(RorqualError):
 
 class NumericalFaultError(RorqualError):
     reason = "NUMERICAL_FAULT"
+
+
+class LethalRequestError(RorqualError):
+    reason = "REQUEST_KILLS_EXECUTOR"
 
 
 class InternalError(RorqualError):

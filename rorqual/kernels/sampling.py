@@ -24,6 +24,7 @@ from .loader import KernelLibrary, current_stream, load
 from .reference_sampling import MAX_TOP, RECORD
 
 RECORD_WORDS = RECORD.itemsize // 4
+_MAX_INT32 = 2**31 - 1
 
 
 class SamplingParameters(Protocol):
@@ -80,11 +81,12 @@ def pack_record(
     """A slot's record: int32 [RECORD_WORDS], to be copied to `SamplingColumns.records[slot]`.
 
     num_prompt_tokens: of the history, what min_tokens does not count; adjust_idx, mask_idx: rows of the pools, -1: none.
+    Counts past int32 become its largest value, which is past any vocabulary and history.
     """
     record = np.zeros(1, RECORD)
     record["temperature"] = 0.0 if spec.temperature < reference.GREEDY_BELOW else spec.temperature
     record["top_p"] = spec.top_p
-    record["top_k"] = max(spec.top_k, 0)
+    record["top_k"] = min(max(spec.top_k, 0), _MAX_INT32)
     record["min_p"] = spec.min_p
     record["seed"] = spec.seed & 0xFFFFFFFFFFFFFFFF
     record["choice_index"] = choice_index & 0xFFFFFFFF
@@ -92,7 +94,7 @@ def pack_record(
     record["adjust_idx"] = adjust_idx
     record["mask_idx"] = mask_idx
     record["num_prompt_tokens"] = num_prompt_tokens
-    record["min_tokens"] = spec.min_tokens
+    record["min_tokens"] = min(spec.min_tokens, _MAX_INT32)
     record["presence_penalty"] = spec.presence_penalty
     record["frequency_penalty"] = spec.frequency_penalty
     record["repetition_penalty"] = spec.repetition_penalty

@@ -13,9 +13,10 @@ from typing import Any
 
 import rorqual
 from rorqual.core.api_keys import read_api_keys
-from rorqual.core.config import GatewayConfig, SchedulerConfig, TokenizerConfig
-from rorqual.core.config_loader import PROCESSES, Setting, resolve_config, settings_of
+from rorqual.core.config import GatewayConfig
+from rorqual.core.config_loader import PROCESSES, Setting, build, gather, settings_of
 from rorqual.core.errors import ConfigError
+from rorqual.core.otel import read_otel
 
 MODULES: Mapping[str, str] = {
     "tokenizer": "services.tokenizer",
@@ -55,6 +56,10 @@ class StackPlan:
     root: Path
     environ: Mapping[str, str]
     reserved: tuple[socket.socket, ...] = field(default=(), repr=False)
+    metrics: Mapping[str, str] = field(
+        default_factory=dict
+    )  # process to URL of its metrics; the gateway's are beside its API
+    notes: tuple[str, ...] = ()  # what is not as somebody may think, a sentence each
 
     def close(self) -> None:
         for held in self.reserved:
@@ -120,22 +125,44 @@ def reserve_port(port: int = 0, *, host: str = _LOOPBACK, shared: bool = False) 
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises ConfigError, with the cure, where `host:port` cannot be served on."""
+    """Raises ConfigError, with the cure, where HTTP cannot be served on `host:port`."""
     if port == 0:
         return
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, proto) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+        _probe(host, port)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            cure = f"port {port} is taken on {host}: stop what uses it (`ss -ltnp 'sport = :{port}'` shows it), or choose another with --port (make: PORT=)"
-        elif error.errno == errno.EACCES:
-            cure = f"port {port} needs root: choose one above 1023 with --port (make: PORT=)"
-        else:
-            cure = f"cannot serve on {host}:{port}: {error.strerror or error}; choose another with --host and --port"
-        raise ConfigError(cure, field="port") from None
+        raise _no_port(host, port, error, "--port (make: PORT=)", "port") from None
+
+
+def check_listen(address: str, source: str) -> None:
+    """Raises ConfigError where gRPC cannot be served on "host:port", which `source` named."""
+    host, _, port = address.rpartition(":")
+    try:
+        _probe(host.strip("[]"), int(port))
+    except OSError as error:
+        raise _no_port(host, int(port), error, source, "listen") from None
+
+
+def _probe(host: str, port: int) -> None:
+    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, proto) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+
+
+def _no_port(host: str, port: int, error: OSError, choice: str, name: str) -> ConfigError:
+    """Why a port cannot be had, and the cure; `choice`: what another is chosen with."""
+    if error.errno == errno.EADDRINUSE:
+        cure = f"port {port} is taken on {host}: stop what uses it ({_show_port(port)} shows it), or choose another with {choice}"
+    elif error.errno == errno.EACCES:
+        cure = f"port {port} needs root: choose one above 1023 with {choice}"
+    else:
+        cure = f"cannot serve on {host}:{port}: {error.strerror or error}; choose another with {choice}"
+    return ConfigError(cure, field=name)
+
+
+def _show_port(port: int) -> str:
+    return f"`ss -ltnp 'sport = :{port}'`"
 
 
 def flags_for(name: str, flags: Mapping[str, Any]) -> list[str]:
@@ -168,7 +195,7 @@ def make_plan(
     """Check every process's settings and choose the ports between them.
 
     `flags`: setting name to value, for whichever processes know it. `grpc_port`: the tokenizer's; 0 takes a free one,
-    None the default port or, where that is taken, a free one. `num_gateways` share one HTTP port, and know all of
+    None the default port or, where that is taken, a free one, which `notes` then tells. `num_gateways` share one HTTP port, and know all of
     `num_tokenizers` tokenizers, which have a port each (the first is `text_address`). Raises ConfigError
     before anything is started.
     """
@@ -178,7 +205,9 @@ def make_plan(
     base = [f"--config={Path(config).resolve()}"] if config else []
     environ = {k: v for k, v in environ.items() if k not in ("RORQUAL_PORT_FILE", "RORQUAL_READY_FILE")}
     given = {name: [*base, *flags_for(name, flags)] for name in names}
-    settings: dict[str, Any] = {name: resolve_config(PROCESSES[name], given[name], environ) for name in names}
+    sources = {name: gather(PROCESSES[name], given[name], environ) for name in names}
+    settings: dict[str, Any] = {name: build(PROCESSES[name], sources[name]) for name in names}
+    notes: list[str] = []
 
     reserved: list[socket.socket] = []
     try:
@@ -203,15 +232,30 @@ def make_plan(
                         field="grpc_port",
                     ) from None
                 held = reserve_port()
+                notes.append(
+                    f"port {DEFAULT_GRPC_PORT}, where gRPC is served by default, is taken by another program "
+                    f"({_show_port(DEFAULT_GRPC_PORT)} shows it): gRPC is on port {held.getsockname()[1]} this time, and who "
+                    f"dials {DEFAULT_GRPC_PORT} reaches that program. Choose one with --grpc-port"
+                )
             reserved.append(held)
             return f"{_LOOPBACK}:{held.getsockname()[1]}"
 
-        def address(listen: str, default: str, port: int | None) -> str:
-            chosen = listen != default and not listen.endswith(":0")  # somebody named it, in a variable or the file
-            return listen if chosen else reserve(port)
+        def address(name: str, port: int | None) -> str:
+            listen: str = settings[name].listen
+            named = sources[name].get("listen")  # by somebody, in a variable or the file
+            if named is None or listen.endswith(":0"):
+                return reserve(port)
+            check_listen(listen, named.source)
+            return listen
 
-        scheduler_address = address(settings["scheduler"].listen, SchedulerConfig().listen, 0)
-        text_address = address(settings["tokenizer"].listen, TokenizerConfig().listen, grpc_port)
+        scheduler_address = address("scheduler", 0)
+        text_address = address("tokenizer", grpc_port)
+        if text_address == scheduler_address:
+            raise ConfigError(
+                f"scheduler and tokenizer cannot both listen on {text_address} (from "
+                f"{sources['tokenizer']['listen'].source}): give each its own, in [scheduler] and [tokenizer] of a TOML file",
+                field="listen",
+            )
         text_addresses = [text_address, *(reserve(0) for _ in range(num_tokenizers - 1))]
         wiring = {
             "scheduler": [f"--listen={scheduler_address}"],
@@ -219,11 +263,12 @@ def make_plan(
             "tokenizer": [f"--scheduler={scheduler_address}"],
             "gateway": [f"--tokenizers={','.join(text_addresses)}"],
         }
-        # One metrics port cannot serve four processes: each takes the next. The gateway has /metrics on its own.
-        for offset, name in enumerate(("scheduler", "executor", "tokenizer")):
-            port = settings[name].telemetry.metrics_port if name in settings else -1
-            if port > 0:
-                wiring[name].append(f"--metrics-port={port + offset}")
+        metrics: dict[str, str] = {}
+        for name, held in _reserve_metrics(settings).items():
+            reserved.append(held)
+            host, port = held.getsockname()[:2]
+            wiring[name].append(f"--metrics-port={port}")
+            metrics[name] = f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
         wiring["gateway"].append("--metrics-port=-1")
         listen: list[tuple[str, ...]] = [(f"--listen={each}",) for each in text_addresses]
         listen[1:] = [(*argv, "--metrics-port=-1") for argv in listen[1:]]
@@ -251,4 +296,40 @@ def make_plan(
         root,
         module_environ(root, environ),
         tuple(reserved),
+        metrics,
+        (*notes, *read_otel(settings["scheduler"].telemetry.otlp_endpoint, environ).notes),
     )
+
+
+def _reserve_metrics(settings: Mapping[str, Any]) -> dict[str, socket.socket]:
+    """A port for each process that serves metrics: its own or, where another has that one already, the next.
+
+    (One --metrics-port cannot serve all of them. The gateway has /metrics beside its API.) Raises ConfigError.
+    """
+    held: dict[str, socket.socket] = {}
+    http_port = settings["gateway"].port if "gateway" in settings else 0
+    taken: set[int] = set()
+    try:
+        for name in ("scheduler", "executor", "tokenizer"):
+            telemetry = settings[name].telemetry
+            port = first = telemetry.metrics_port
+            if port < 0:
+                continue
+            while port in taken:
+                port += 1
+            whose = f"the {name}'s metrics, from --metrics-port {first}"
+            if port > 65535 or (port and port == http_port):
+                why = "it is the port of HTTP" if port == http_port else "there is none above 65535"
+                raise ConfigError(f"{whose}, cannot be on port {port}: {why}; choose another", field="metrics_port")
+            try:
+                held[name] = reserve_port(port, host=telemetry.metrics_host)
+            except OSError as error:
+                raise _no_port(
+                    telemetry.metrics_host, port, error, f"--metrics-port ({whose})", "metrics_port"
+                ) from None
+            taken.add(port or held[name].getsockname()[1])
+    except ConfigError:
+        for each in held.values():
+            each.close()
+        raise
+    return held

@@ -1,5 +1,8 @@
 """The processes of one stack: started together, restarted when they die, ended together.
 
+Once the whole stack has been up, no process's death ends the others: it is started again for as long as the stack runs,
+after a wait that grows with each death in a row.
+
 A thread owns the processes from start to end (the kernel ties a child's life to the thread that started it), so a
 Stack may be made and closed from any thread.
 """
@@ -26,15 +29,16 @@ from typing import BinaryIO, Literal
 from rorqual.core.config_loader import EXIT_CONFIG
 from rorqual.core.errors import RorqualError
 
+from .logs import LogDir
 from .plan import ProcessSpec, StackPlan, module_command
 
 POLL_S = 0.05
 STOP_GRACE_S = 8.0
 """How long processes may take to end after SIGTERM before they are killed."""
-BACKOFF_S = (0.1, 0.5, 1.0, 2.0, 5.0)
-"""Wait before the n-th restart in a row; a process that dies once more ends the stack."""
+BACKOFF_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+"""Wait before the n-th restart in a row; the last one holds for all further ones."""
 STEADY_S = 30.0
-"""A process that ran so long starts its count of restarts anew."""
+"""A process that was ready so long starts its count of deaths anew."""
 MAX_LOG_BYTES = 16 * 1024 * 1024
 """A log larger than this is set aside when a process is started."""
 
@@ -42,7 +46,7 @@ EventKind = Literal["starting", "ready", "died", "log", "up"]
 
 
 class StackError(RorqualError):
-    """A process could not be started, or kept dying: the message names it and quotes its log."""
+    """The stack could not be started, or its launcher failed: the message names the process and quotes its log."""
 
     reason = "STACK_FAILED"
 
@@ -66,11 +70,11 @@ class _Child:
     log_path: Path
     ready_path: Path
     process: subprocess.Popen[bytes] | None = None
-    started_at: float = 0.0
     ready: bool = False
     was_ready: bool = False
-    restarts: int = 0
+    num_deaths: int = 0  # in a row
     restart_at: float = 0.0
+    ready_at: float = 0.0
     log_start: int = 0  # where the present run's lines begin
     log_offset: int = 0
     log_rest: bytes = b""
@@ -92,17 +96,17 @@ class Stack:
     """Runs a plan. `start` returns when the whole chain is ready; `stop` when every process has ended.
 
     `log_dir`: where `<name>.log` of each process goes; None keeps them in a folder that lives as long as the stack.
-    `on_event` is called from the stack's thread.
+    `on_event` is called from the stack's thread. Raises ConfigError where no log can be written.
     """
 
     def __init__(
-        self, plan: StackPlan, *, log_dir: Path | None = None, on_event: Callable[[Event], None] | None = None
+        self, plan: StackPlan, *, log_dir: Path | LogDir | None = None, on_event: Callable[[Event], None] | None = None
     ) -> None:
         self._plan = plan
         self._on_event = on_event or (lambda event: None)
+        self._logs = LogDir(log_dir) if isinstance(log_dir, Path) else log_dir
         self._dir = Path(tempfile.mkdtemp(prefix="rorqual-"))
-        self.log_dir = log_dir or self._dir
-        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self.log_dir = self._logs.path if self._logs is not None else self._dir
         self._children = [
             _Child(spec, self.log_dir / f"{spec.name}.log", self._dir / f"{spec.name}.ready") for spec in plan.processes
         ]
@@ -172,6 +176,8 @@ class Stack:
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join()
         self._plan.close()
+        if self._logs is not None:
+            self._logs.close()
         shutil.rmtree(self._dir, ignore_errors=True)
 
     # --- the thread ----------------------------------------------------------------------------------------------
@@ -197,18 +203,27 @@ class Stack:
             self._follow_log(child)
             if child.process is None:
                 if time.monotonic() >= child.restart_at:
-                    self._spawn(child)
+                    self._spawn_again(child)
             elif child.process.poll() is not None:
                 self._died(child)
             elif not child.ready and child.ready_path.exists() and self._is_ready(child):
                 child.ready = child.was_ready = True
-                self._on_event(Event("ready", child.spec.name))
-            elif child.ready and child.restarts and time.monotonic() - child.started_at > STEADY_S:
-                child.restarts = 0
+                child.ready_at = time.monotonic()
+                self._tell(Event("ready", child.spec.name))
+            elif child.ready and child.num_deaths and time.monotonic() - child.ready_at > STEADY_S:
+                child.num_deaths = 0
         if not self._up and all(child.ready for child in self._children) and self._chain_is_ready():
             self._up = True
-            self._on_event(Event("up", text=self.url or self.text_address))
+            self._tell(Event("up", text=self.url or self.text_address))
             self._started.put(None)
+
+    def _spawn_again(self, child: _Child) -> None:
+        """A machine that is out of processes, memory or disk just now may have some later."""
+        try:
+            self._spawn(child)
+        except OSError as error:
+            child.process = None
+            self._restart_later(child, f"it could not be started: {error.strerror or error}")
 
     def _spawn(self, child: _Child) -> None:
         child.ready_path.unlink(missing_ok=True)
@@ -220,7 +235,12 @@ class Stack:
         stub = [sys.executable, "-I", "-S", str(Path(__file__).with_name("child.py")), str(os.getpid())]
         environ = {**self._plan.environ, child.spec.ready_variable: str(child.ready_path)}
         log: BinaryIO
-        with child.log_path.open("ab") as log:
+        try:
+            child.log_path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have cleared it away meanwhile
+            log = child.log_path.open("ab")
+        except OSError as error:
+            raise StackError(f"the log {child.log_path} cannot be written: {error.strerror or error}") from None
+        with log:
             child.log_start = child.log_offset = log.seek(0, os.SEEK_END)
             child.log_rest = b""
             child.process = subprocess.Popen(
@@ -231,8 +251,12 @@ class Stack:
                 stderr=log,
                 start_new_session=True,  # Ctrl-C in the terminal is the launcher's to handle
             )
-        child.started_at = time.monotonic()
-        self._on_event(Event("starting", child.spec.name))
+        self._tell(Event("starting", child.spec.name))
+
+    def _tell(self, event: Event) -> None:
+        """What is shown to somebody who no longer reads it must not end what serves others."""
+        with contextlib.suppress(OSError):
+            self._on_event(event)
 
     def _is_ready(self, child: _Child) -> bool:
         if child.spec.ready_variable != "RORQUAL_PORT_FILE":
@@ -278,12 +302,18 @@ class Stack:
         child.process = None
         if not self._up:
             raise self._failure(child, code, f"{name} ended at start ({how})")
-        if child.restarts >= len(BACKOFF_S):
-            raise self._failure(child, code, f"{name} died {child.restarts + 1} times in a row ({how})")
-        delay = BACKOFF_S[child.restarts]
-        child.restarts += 1
+        if code == EXIT_CONFIG and (lines := child.tail()):
+            # What it is started with has not changed, so something around it has: a file, a variable, a device.
+            how = f"it refuses its configuration: {_own_words(child.spec, lines[-1])}"
+        self._restart_later(child, how)
+
+    def _restart_later(self, child: _Child, how: str) -> None:
+        child.num_deaths += 1
+        delay = BACKOFF_S[min(child.num_deaths, len(BACKOFF_S)) - 1]
         child.restart_at = time.monotonic() + delay
-        self._on_event(Event("died", name, f"{how}; started again in {delay:g} s; its log is {child.log_path}"))
+        count = f", {child.num_deaths} deaths in a row" if child.num_deaths > 1 else ""
+        text = f"{how}{count}; started again in {delay:g} s, the others go on; its log is {child.log_path}"
+        self._tell(Event("died", child.spec.name, text))
 
     def _failure(self, child: _Child, code: int, what: str) -> StackError:
         lines = child.tail()
@@ -305,7 +335,7 @@ class Stack:
         child.log_offset += len(data)
         *lines, child.log_rest = (child.log_rest + data).split(b"\n")
         for line in lines:
-            self._on_event(Event("log", child.spec.name, line.decode("utf-8", "replace")))
+            self._tell(Event("log", child.spec.name, line.decode("utf-8", "replace")))
 
     def _end_all(self) -> None:
         """SIGTERM from the edge inwards, then SIGKILL to what is left; every process is reaped."""

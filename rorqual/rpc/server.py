@@ -12,7 +12,7 @@ from grpc_health.v1 import health as health_service
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from rorqual.core.errors import ConfigError, InternalError, RorqualError
+from rorqual.core.errors import ConfigError, InternalError, InvalidRequestError, RorqualError
 
 from .options import SERVER_OPTIONS
 from .status import abort_with
@@ -32,12 +32,19 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return handler
         method = handler_call_details.method
+        deserializer = _reads(handler.request_deserializer)
+
+        def checked(request: Any) -> Any:
+            return _each_read(request) if handler.request_streaming else _read(request)
 
         async def fail(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
             if isinstance(error, grpc.aio.AbortError):
                 raise error
             if not isinstance(error, RorqualError) or isinstance(error, InternalError):
                 _log.exception("%s failed", method)
+            # What it was raised from has the request in its frames, which may be megabytes: they are not to wait for the
+            # collector of cycles.
+            error.__traceback__ = error.__context__ = error.__cause__ = None
             await abort_with(context, error)
 
         if handler.response_streaming:
@@ -50,33 +57,64 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
             async def streaming(request: Any, context: Any) -> AsyncIterator[Any]:
                 try:
-                    async for response in inner_stream(request, context):
+                    async for response in inner_stream(checked(request), context):
                         yield response
                 except Exception as error:
                     await fail(context, error)
 
             async def writing(request: Any, context: Any) -> None:
                 try:
-                    await inner_stream(request, context)
+                    await inner_stream(checked(request), context)
                 except Exception as error:
                     await fail(context, error)
 
             # grpc.aio takes both forms, and tells them apart the same way; health's Watch writes by itself.
             wrapped = streaming if inspect.isasyncgenfunction(inner_stream) else writing
-            return make(wrapped, handler.request_deserializer, handler.response_serializer)
+            return make(wrapped, deserializer, handler.response_serializer)
 
         inner_unary = handler.unary_unary or handler.stream_unary
 
         async def unary(request: Any, context: Any) -> Any:
             try:
-                return await inner_unary(request, context)
+                return await inner_unary(checked(request), context)
             except Exception as error:
                 await fail(context, error)
 
         make = (
             grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
         )
-        return make(unary, handler.request_deserializer, handler.response_serializer)
+        return make(unary, deserializer, handler.response_serializer)
+
+
+class _Torn:
+    """In place of a message that could not be read: left to gRPC, it would end the call with INTERNAL."""
+
+
+def _reads(deserializer: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    if deserializer is None:
+        return None
+
+    def read(data: bytes) -> Any:
+        try:
+            return deserializer(data)
+        except Exception:
+            return _Torn()
+
+    return read
+
+
+def _read(request: Any) -> Any:
+    """INVALID_ARGUMENT (MALFORMED_MESSAGE) for bytes that are no message of the type."""
+    if isinstance(request, _Torn):
+        raise InvalidRequestError(
+            "the message cannot be read: its bytes are not those of the method's type", reason="MALFORMED_MESSAGE"
+        )
+    return request
+
+
+async def _each_read(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _read(request)
 
 
 class RpcServer:

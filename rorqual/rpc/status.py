@@ -30,6 +30,7 @@ _CODES: dict[type[errors.RorqualError], grpc.StatusCode] = {
     errors.ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.CheckpointError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.NumericalFaultError: grpc.StatusCode.INTERNAL,
+    errors.LethalRequestError: grpc.StatusCode.INTERNAL,
     errors.InternalError: grpc.StatusCode.INTERNAL,
 }
 

@@ -270,9 +270,11 @@ class SequenceLogprobs(_message.Message):
     def __init__(self, seq_id: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class SequenceFault(_message.Message):
-    __slots__ = ("seq_id", "message")
+    __slots__ = ("seq_id", "message", "reason")
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     seq_id: int
     message: str
-    def __init__(self, seq_id: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+    reason: str
+    def __init__(self, seq_id: _Optional[int] = ..., message: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...

@@ -20,7 +20,7 @@ TOOL_CHOICE_MODE_NONE: ToolChoiceMode
 TOOL_CHOICE_MODE_REQUIRED: ToolChoiceMode
 
 class TextOptions(_message.Message):
-    __slots__ = ("request_id", "model", "sampling", "max_tokens", "stop", "include_stop_str_in_output", "num_choices", "priority", "cache_salt", "time_left_us", "trace", "attempt", "resume", "ignore_eos", "skip_special_tokens", "return_prompt_token_ids", "constraint")
+    __slots__ = ("request_id", "model", "sampling", "max_tokens", "stop", "include_stop_str_in_output", "num_choices", "priority", "cache_salt", "time_left_us", "trace", "attempt", "resume", "ignore_eos", "skip_special_tokens", "return_prompt_token_ids", "constraint", "stop_in_reasoning")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,7 @@ class TextOptions(_message.Message):
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
+    STOP_IN_REASONING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     sampling: _common_pb2.SamplingParams
@@ -55,7 +56,8 @@ class TextOptions(_message.Message):
     skip_special_tokens: bool
     return_prompt_token_ids: bool
     constraint: Constraint
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: _Optional[bool] = ..., num_choices: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., time_left_us: _Optional[int] = ..., trace: _Optional[_Union[_common_pb2.TraceContext, _Mapping]] = ..., attempt: _Optional[int] = ..., resume: _Optional[_Union[TextResume, _Mapping]] = ..., ignore_eos: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., return_prompt_token_ids: _Optional[bool] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ...) -> None: ...
+    stop_in_reasoning: bool
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: _Optional[bool] = ..., num_choices: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., time_left_us: _Optional[int] = ..., trace: _Optional[_Union[_common_pb2.TraceContext, _Mapping]] = ..., attempt: _Optional[int] = ..., resume: _Optional[_Union[TextResume, _Mapping]] = ..., ignore_eos: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., return_prompt_token_ids: _Optional[bool] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., stop_in_reasoning: _Optional[bool] = ...) -> None: ...
 
 class Constraint(_message.Message):
     __slots__ = ("json_schema", "json_object", "regex", "choices", "grammar")

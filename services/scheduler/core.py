@@ -13,20 +13,15 @@ from dataclasses import dataclass, field, replace
 
 from rorqual.core.blocks import BLOCK_SIZE
 from rorqual.core.errors import (
-    DEADLINE_UNREACHABLE,
-    RETRY_AFTER_S,
     CapacityError,
     DeadlineExceededError,
     InvalidRequestError,
-    NumericalFaultError,
     PreconditionError,
     PromptTooLongError,
-    QueueFullError,
     RorqualError,
     SupersededError,
 )
 
-from . import policy
 from .drain_rate import DrainRate
 from .events import (
     Cancel,
@@ -38,14 +33,18 @@ from .events import (
     ModelSpec,
     Open,
     Reported,
-    Request,
     Tick,
 )
+from .executor_contract import CONTRACT_BROKEN, violation
 from .executor_state import ExecutorState, Plan
+from .isolation import Isolation, verdict
 from .kv_cache import blocks_for
+from .order_queue import MAX_BATCH_BYTES
 from .orders import Order
 from .placement import Placed, Placement, cheapest_of
 from .prefix_memory import PrefixMemory
+from .queue_share import QueueShare
+from .refusals import fault_error, not_newer, too_late, too_many_wait
 from .sequence import Sequence, State
 from .stats import CoreStats, Occupancy
 from .stream_events import (
@@ -58,7 +57,7 @@ from .stream_events import (
     StreamStarted,
     StreamTokens,
 )
-from .validation import UNSUPPORTED_CONSTRAINT, capacity_error, check_against_model, total_tokens_bound
+from .validation import UNSUPPORTED_CONSTRAINT, judge
 from .waiting_queue import WaitingQueue
 
 
@@ -71,6 +70,8 @@ class CoreConfig:
     max_num_batched_tokens: int = 0
     enable_prefix_caching: bool = True
     max_queue_len: int = 4096
+    priority_ageing_s: float = 30.0  # waiting so long makes a class better by one; 0: never
+    max_batch_bytes: int = MAX_BATCH_BYTES  # of orders, encoded; one that is larger goes alone
     gather_until_s: float = 0.0  # after a restart: nothing is admitted before, so that all inventories are there
 
 
@@ -96,7 +97,9 @@ class SchedulerCore:
         self._streams: dict[int, Sequence] = {}
         self._by_request: dict[tuple[str, int], Sequence] = {}  # (request id, choice): attempts of one meet here
         self._running_by_priority: Counter[int] = Counter()
-        self._waiting = WaitingQueue()
+        self._waiting = WaitingQueue(config.priority_ageing_s)
+        self._isolation = Isolation()
+        self._share = QueueShare(config.max_queue_len)
         self._drain = DrainRate()
         self._is_gathering = False
         self._last_refused: Sequence | None = None  # the queue's head that no executor could take
@@ -113,7 +116,11 @@ class SchedulerCore:
     # -- the outside ----------------------------------------------------------------------------------
 
     def handle(self, event: Event, now_s: float) -> Effects:
-        """Take in one event. PreconditionError for an executor that cannot join."""
+        """Take in one event. PreconditionError for an executor that cannot join.
+
+        InvalidRequestError (CONTRACT_BROKEN) for a report that no executor may make: its link is lost. What such an event
+        has brought about comes with the next.
+        """
         return self.handle_all((event,), now_s)
 
     def handle_all(self, events: Iterable[Event], now_s: float) -> Effects:
@@ -136,18 +143,34 @@ class SchedulerCore:
         executor = self._executors.get(link_id)
         return executor.take_batch(self._now_s) if executor is not None else None
 
+    def has_orders(self, link_id: int) -> bool:
+        """Whether `take_batch` has one for that link."""
+        executor = self._executors.get(link_id)
+        return executor is not None and executor.has_orders
+
     def next_deadline_s(self) -> float | None:
         """When a Tick is due."""
         while self._deadlines and self._deadlines[0][1] not in self._streams:
             heapq.heappop(self._deadlines)
-        first_s = self._deadlines[0][0] if self._deadlines else None
-        if self._is_gathering:
-            return self._config.gather_until_s if first_s is None else min(first_s, self._config.gather_until_s)
-        return first_s
+        times_s = (
+            self._deadlines[0][0] if self._deadlines else None,
+            self._config.gather_until_s if self._is_gathering else None,
+            self._isolation.next_s() if not self._is_gathering else None,
+        )
+        return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     def executor(self, link_id: int) -> ExecutorState | None:
         """The executor of a link that is connected."""
         return self._executors.get(link_id)
+
+    def is_open(self, stream_id: int) -> bool:
+        """Whether that stream has not ended."""
+        return stream_id in self._streams
+
+    @property
+    def is_isolating(self) -> bool:
+        """Whether `next_deadline_s` may change with a report: executors died under requests that run again now."""
+        return self._isolation.is_active
 
     def occupancy(self) -> Occupancy:
         executors = self._executors.values()
@@ -178,7 +201,7 @@ class SchedulerCore:
             case ExecutorConnected():
                 self._on_connected(event.link_id, event.spec)
             case ExecutorLost():
-                self._on_lost(event.link_id)
+                self._on_lost(event.link_id, is_its_own_fault=event.is_its_own_fault)
             case Tick():
                 pass
 
@@ -190,11 +213,11 @@ class SchedulerCore:
         older = self._by_request.get(key)
         if older is not None:
             if older.request.attempt >= request.attempt:
-                self._refuse(event.stream_id, _not_newer(request.request_id, older.request.attempt, request.attempt))
+                self._refuse(event.stream_id, not_newer(request.request_id, older.request.attempt, request.attempt))
                 return
             self._fail(older, SupersededError(f"attempt {request.attempt} of this request took over"))
         self._num_arrivals += 1
-        seq = Sequence(event.stream_id, request, event.token_ids, self._num_arrivals, self._now_s)
+        seq = Sequence(event.stream_id, request, event.token_ids, self._num_arrivals, self._now_s, event.owner)
         if request.is_resume:
             self._gather()
         # While executors come back one by one, none of them says what fits.
@@ -203,10 +226,11 @@ class SchedulerCore:
             if error is not None:
                 self._refuse(event.stream_id, error)
                 return
-        if seq.is_new and (error := self._too_busy_for(request)) is not None:
+        if seq.is_new and (error := self._too_busy_for(seq)) is not None:
             self._refuse(event.stream_id, error)
             return
         self._streams[event.stream_id] = seq
+        self._share.add(seq.owner)
         self._by_request[key] = seq
         if self._finish_if_ended(seq):
             return
@@ -214,32 +238,12 @@ class SchedulerCore:
             heapq.heappush(self._deadlines, (request.deadline_s, event.stream_id))
         self._enqueue(seq)
 
-    def _too_busy_for(self, request: Request) -> RorqualError | None:
+    def _too_busy_for(self, seq: Sequence) -> RorqualError | None:
         """The refusal of a new request because of those that wait: too many, or for longer than it has time."""
-        max_queue_len, now_s = self._config.max_queue_len, self._now_s
-        if (num_waiting := len(self._streams) - self._num_running()) >= max_queue_len:
-            likely_s = self._drain.wait_s(num_waiting, now_s)
-            metadata = {"max_queue_len": str(max_queue_len)}
-            if likely_s is not None:
-                metadata[RETRY_AFTER_S] = str(policy.retry_after_s(likely_s))
-            return QueueFullError(f"{max_queue_len} requests are waiting already; try again later", metadata=metadata)
-        if request.deadline_s is None:
-            return None
-        left_s, ahead = request.deadline_s - now_s, self._waiting.ahead(request.priority)
-        wait_s = self._drain.least_wait_s(ahead, now_s)
-        if wait_s is None or wait_s <= left_s or left_s <= 0.0:
-            return None
-        return DeadlineExceededError(
-            f"its deadline is in {left_s:.3f} s, but {ahead[0]} requests wait before it, for which at least {wait_s:.1f} s "
-            "are needed at the present rate: try again later, or allow more time",
-            reason=DEADLINE_UNREACHABLE,
-            metadata={
-                "time_left_ms": str(round(1e3 * left_s)),
-                "estimated_wait_ms": str(round(1e3 * wait_s)),
-                "num_waiting_before": str(ahead[0]),
-                RETRY_AFTER_S: str(policy.retry_after_s(wait_s - left_s)),
-            },
-        )
+        num_waiting = len(self._streams) - self._num_running()
+        if self._share.is_full(seq.owner, num_waiting):
+            return too_many_wait(num_waiting, self._config.max_queue_len, self._drain, self._now_s)
+        return too_late(seq.request, self._waiting.ahead(seq.priority), self._drain, self._now_s)
 
     def _gather(self) -> None:
         """Something that was here before this scheduler came back: others will follow."""
@@ -269,6 +273,7 @@ class SchedulerCore:
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             caching=self._config.enable_prefix_caching,
+            max_batch_bytes=self._config.max_batch_bytes,
         )
         self._executors[link_id] = executor
         self._placement.add(executor)
@@ -281,7 +286,7 @@ class SchedulerCore:
         for seq in parked.values():
             self._enqueue(seq)
 
-    def _on_lost(self, link_id: int) -> None:
+    def _on_lost(self, link_id: int, *, is_its_own_fault: bool = False) -> None:
         executor = self._executors.pop(link_id, None)
         if executor is None:
             return
@@ -290,6 +295,7 @@ class SchedulerCore:
         self._reopened.pop(link_id, None)
         self._touched.pop(link_id, None)
         self._capacity_version += 1
+        guilty = self._isolation.on_lost(executor, self._now_s, is_its_own_fault=is_its_own_fault)
         for seq in executor.all_followers():
             if seq.state is State.FOLLOWING:
                 self._enqueue(seq)
@@ -298,7 +304,12 @@ class SchedulerCore:
             if seq.state is State.RUNNING:
                 self._note_running(seq, -1)
                 self._events.append(StreamPreempted(seq.stream_id, "executor lost"))
-            self._return_to_queue(seq)
+            if seq.stream_id in guilty:
+                seq.reset_admission()
+                seq.state = State.SUSPECT
+                self._fail(seq, verdict(seq.num_generated))
+            else:
+                self._return_to_queue(seq)
 
     def _served_changed(self) -> None:
         """What is served is what any executor takes; it stays as it was when the last one has left."""
@@ -316,6 +327,9 @@ class SchedulerCore:
         executor = self._executors.get(report.link_id)
         if executor is None:
             return
+        if (broken := violation(executor, report)) is not None:
+            self._on_lost(report.link_id, is_its_own_fault=True)
+            raise InvalidRequestError(f"the executor broke the contract: {broken}", reason=CONTRACT_BROKEN)
         self._touched[report.link_id] = executor
         if report.computed_seq_ids or executor.hungry:
             self._capacity_version += 1
@@ -326,16 +340,17 @@ class SchedulerCore:
             seq = sequences.get(seq_id)
             if seq is not None and seq.state is State.RUNNING:
                 executor.note_computed(seq, num_computed)
-        for seq_id, message in report.faults:
+        for seq_id, reason, message in report.faults:
             if (seq := executor.owner(seq_id)) is not None:
                 executor.take_back_labels(seq)
             if (seq := sequences.get(seq_id)) is not None:
-                self._fail(seq, NumericalFaultError(message), is_gone=True)
+                self._fail(seq, fault_error(reason, message), is_gone=True)
         logprobs = report.logprobs
         for seq_id, (_, of_prompt) in logprobs.items():
             if of_prompt and (seq := sequences.get(seq_id)) is not None:
                 seq.prompt_logprobs.extend(of_prompt)
         self._on_tokens(executor, report)
+        self._isolation.on_report(executor, report)
         for seq in executor.acknowledged(report.last_batch_id):
             self._return_to_queue(seq)
 
@@ -415,6 +430,8 @@ class SchedulerCore:
         for executor in list(self._touched.values()):
             if executor.hungry:
                 self._feed(executor)
+        if self._isolation.is_active:
+            self._isolate()
         for executor in self._touched.values():
             self._placement.refresh(executor)
         self._admit_waiting()
@@ -444,6 +461,33 @@ class SchedulerCore:
             if executor.cache.num_free:
                 executor.grant(seq)
 
+    def _isolate(self) -> None:
+        """Keep executors for suspects, let these in there, and everybody else into those that are open again."""
+        if self._is_gathering:
+            return
+        isolation = self._isolation
+        for seq in isolation.expire(self._now_s):
+            self._enqueue(seq)
+        for executor in isolation.arrange(self._executors, self._now_s, self._could_run):
+            self._last_refused = None
+            self._touch(executor)
+        for executor in isolation.emptying():
+            for seq in [seq for seq in executor.sequences.values() if seq.state is State.RUNNING]:
+                self._preempt(executor, seq, "isolation")
+        for seq, executor in isolation.placeable():
+            if self._is_settled(seq):
+                continue
+            plan = executor.plan(seq, of_group=True)
+            if plan is not None and plan.follow is None:  # else it comes when the block that it wants is there
+                self._admit(executor, seq, plan)
+
+    def _could_run(self, seq: Sequence, executor: ExecutorState) -> bool:
+        """Whether `seq` would fit on `executor`, were it alone."""
+        model = self.model
+        assert model is not None
+        is_valid = seq.validated_at == self._served_version or self._validate(seq, model) is None
+        return is_valid and executor.fits(seq)
+
     def _admit_waiting(self) -> None:
         if self._is_gathering:
             if self._now_s < self._config.gather_until_s:
@@ -454,7 +498,7 @@ class SchedulerCore:
             # Woken first: they come before what arrived after them.
             for executor in self._touched.values():
                 self._wake_followers(executor)
-            seq = self._waiting.peek()
+            seq = self._waiting.peek(self._now_s, self._best_running())
             if seq is None or not self._executors or seq.tried_at == self._capacity_version:
                 return
             if not self._place(seq):
@@ -464,14 +508,8 @@ class SchedulerCore:
 
     def _place(self, seq: Sequence) -> bool:
         """Admit, park, refuse or let follow the queue's head; False where it has to stay."""
-        model = self.model
-        assert model is not None
-        if seq.validated_at != self._served_version and (error := self._validate(seq, model)) is not None:
-            self._fail_or_park(seq, error)
+        if self._is_settled(seq):
             return True
-        if self._finish_if_ended(seq):
-            return True
-        seq.hash_blocks(seq.num_tokens // BLOCK_SIZE, model, caching=self._config.enable_prefix_caching)
         best = self._cheapest_plan(seq) or self._make_room(seq)
         if best is None:
             return False
@@ -481,8 +519,21 @@ class SchedulerCore:
             seq.state = State.FOLLOWING
             executor.follow(seq, plan.follow)
         else:
+            self._drain.note(seq.queued_work, self._now_s)
             self._admit(executor, seq, plan)
         return True
+
+    def _is_settled(self, seq: Sequence) -> bool:
+        """Whether `seq` is refused, parked or done rather than placed; else it is ready to be placed."""
+        model = self.model
+        assert model is not None
+        if seq.validated_at != self._served_version and (error := self._validate(seq, model)) is not None:
+            self._fail_or_park(seq, error)
+            return True
+        if self._finish_if_ended(seq):
+            return True
+        seq.hash_blocks(seq.num_tokens // BLOCK_SIZE, model, caching=self._config.enable_prefix_caching)
+        return False
 
     def _cheapest_plan(self, seq: Sequence) -> Placed | None:
         if self._was_refused(seq):
@@ -501,6 +552,7 @@ class SchedulerCore:
         outgrown = isinstance(error, (PromptTooLongError, CapacityError)) or error.reason == UNSUPPORTED_CONSTRAINT
         if outgrown and seq.started and not seq.was_parked:
             self._waiting.discard(seq)
+            self._isolation.discard(seq)
             seq.was_parked = True
             seq.state = State.PARKED
             self._parked[seq.stream_id] = seq
@@ -512,7 +564,7 @@ class SchedulerCore:
         if not any(priority > seq.request.priority for priority in self._running_by_priority):
             return None
         for executor in list((self._changed() if self._was_refused(seq) else self._executors).values()):
-            if not executor.fits(seq):
+            if executor.is_held or not executor.fits(seq):
                 continue
             victims = executor.victims_for(seq)
             if victims is None:
@@ -530,12 +582,12 @@ class SchedulerCore:
             if plan.num_cached_blocks < plan.num_sharable_blocks:
                 miss, diverged_at = self._prefixes.why_missed(seq, plan.num_cached_blocks, executor.cache)
             self._prefixes.remember(seq)
-        self._drain.note(seq.queued_work, self._now_s)
         if not executor.capacity.holds(seq.max_total, seq.max_blocks):
             seq.max_total = executor.capacity.longest
             seq.max_blocks = blocks_for(seq.max_total - 1)
             seq.validated_at = 0
         executor.admit(seq, self._num_seq_ids, plan)
+        self._isolation.on_admitted(seq, executor)
         self._note_running(seq, 1)
         self._placement.refresh(executor)
         self._touch(executor)
@@ -567,9 +619,11 @@ class SchedulerCore:
         self._touch(executor)
 
     def _enqueue(self, seq: Sequence) -> None:
+        if self._isolation.takes(seq):
+            return
         seq.state = State.WAITING
         seq.tried_at = -1
-        self._waiting.push(seq)
+        self._waiting.push(seq, self._now_s)
 
     def _return_to_queue(self, seq: Sequence) -> None:
         seq.reset_admission()
@@ -585,32 +639,12 @@ class SchedulerCore:
 
     def _validate(self, seq: Sequence, model: ModelSpec) -> RorqualError | None:
         """Judge a request against what is served now, and set what follows from it."""
-        request = seq.request
-        capacities = [capacity for capacity in self._placement.capacities if capacity.takes(request)]
-        error = check_against_model(request, seq.num_tokens, model, capacities)
-        if error is not None:
-            return error
-        seq.scores_prompt_only = (
-            request.max_tokens == 0 and request.wants_prompt_logprobs and not request.prompt_logprobs_delivered
-        )
-        # The executor makes one token of a prompt that is only scored, which nobody sees.
-        max_total = total_tokens_bound(request, model, capacities) + seq.scores_prompt_only
-        if seq.started or request.is_resume:
-            # What has begun and whose end is ours to choose goes as far as it fits; what was promised stays.
-            longest = max((capacity.longest for capacity in capacities), default=max_total)
-            if longest > seq.num_tokens and (seq.is_open_ended or not seq.started):
-                max_total = min(max_total, longest)
-            elif seq.started:
-                max_total = seq.max_total
-        max_blocks = blocks_for(max_total - 1)
-        if capacities and not any(capacity.holds(max_total, max_blocks) for capacity in capacities):
-            return capacity_error(request, max_total, capacities)
-        if seq.validated_for is not None and seq.validated_for.fingerprint != model.fingerprint:
-            seq.hashes = []
-        seq.max_total, seq.max_blocks = max_total, max_blocks
-        # Again when there is an executor, and when others have come or gone.
-        seq.validated_for, seq.validated_at = (model, self._served_version) if capacities else (None, 0)
-        return None
+        error = judge(seq, model, list(self._placement.capacities))
+        if error is None:
+            # Again when there is an executor, and when others have come or gone.
+            is_served = any(capacity.takes(seq.request) for capacity in self._placement.capacities)
+            seq.validated_for, seq.validated_at = (model, self._served_version) if is_served else (None, 0)
+        return error
 
     # -- ends -----------------------------------------------------------------------------------------
 
@@ -660,6 +694,7 @@ class SchedulerCore:
         executor, state = seq.executor, seq.state
         seq.state = State.ENDED
         del self._streams[seq.stream_id]
+        self._share.remove(seq.owner)
         key = (seq.request.request_id, seq.request.choice_index)
         if self._by_request.get(key) is seq:
             del self._by_request[key]
@@ -667,6 +702,7 @@ class SchedulerCore:
             self._drain.note(seq.queued_work, self._now_s)
         self._waiting.discard(seq)
         self._parked.pop(seq.stream_id, None)
+        self._isolation.on_removed(seq)
         if executor is None:
             return
         if state is State.RUNNING:
@@ -685,9 +721,12 @@ class SchedulerCore:
         self._touched[executor.link_id] = executor
 
     def _note_running(self, seq: Sequence, change: int) -> None:
-        self._running_by_priority[seq.request.priority] += change
-        if not self._running_by_priority[seq.request.priority]:
-            del self._running_by_priority[seq.request.priority]
+        self._running_by_priority[seq.priority] += change
+        if not self._running_by_priority[seq.priority]:
+            del self._running_by_priority[seq.priority]
+
+    def _best_running(self) -> int | None:
+        return min(self._running_by_priority, default=None)
 
     def _num_running(self) -> int:
         return self._running_by_priority.total()
@@ -703,18 +742,10 @@ class SchedulerCore:
             executor.cache.check((seq.tables, seq.shares) for seq in running)
             executor.check(running)
         self._placement.check()
+        self._isolation.check(self._executors, self._streams)
+        self._share.check(len(self._streams))
         assert self._num_running() == sum(executor.num_running for executor in self._executors.values())
         states = [seq.state for seq in self._streams.values()]
         assert State.ENDED not in states, "an ended stream is still open"
         assert len(self._waiting) == states.count(State.WAITING)
         assert len(self._parked) == states.count(State.PARKED)
-
-
-def _not_newer(request_id: str, live: int, attempt: int) -> RorqualError:
-    if attempt < live:
-        return SupersededError(f"attempt {live} of this request is live; attempt {attempt} is older")
-    return InvalidRequestError(
-        f"request {request_id!r} is live already: draw an id for each request, or resume with a higher attempt",
-        reason="DUPLICATE_REQUEST_ID",
-        field="request_id",
-    )

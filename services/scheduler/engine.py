@@ -13,21 +13,23 @@ from opentelemetry.context import Context
 
 from rorqual.core.clock import Clock, SystemClock
 from rorqual.core.config import SchedulerConfig
-from rorqual.core.errors import RorqualError, UnavailableError
+from rorqual.core.errors import InternalError, InvalidRequestError, RorqualError, UnavailableError
 from rorqual.rpc.light_sleep import LightSleep
 from rorqual.rpc.status import describe
 from rorqual.telemetry import Telemetry
 from rorqual.v1 import executor_pb2, generation_pb2
 
 from .core import CoreConfig, Effects, SchedulerCore
-from .events import Cancel, Event, ExecutorConnected, ExecutorLost, Open, Tick
+from .events import Cancel, Event, ExecutorConnected, ExecutorLost, FinishEarly, Open, Tick
+from .executor_contract import spec_from_hello
 from .executor_state import ExecutorState
+from .expelled import Expelled
 from .metrics import CoreMetrics
 from .outbox import Outbox
 from .peer import Link, Peer
 from .stream_events import StreamEvent, StreamFailed, StreamFinished, StreamStarted, StreamTokens
 from .tracing import RequestTrace
-from .wire import reported_from_proto, request_from_proto, spec_from_hello
+from .wire import reported_from_proto, request_from_proto
 
 _log = logging.getLogger(__name__)
 
@@ -61,12 +63,14 @@ class Engine:
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 enable_prefix_caching=config.enable_prefix_caching,
                 max_queue_len=config.max_queue_len,
+                priority_ageing_s=config.priority_ageing_s,
                 gather_until_s=self.now_s() + config.restart_wait_s,
             )
         )
         self.on_num_answering: Callable[[int], None] = lambda _num: None
         self._streams: dict[int, _Stream] = {}
         self._links: dict[int, Link] = {}
+        self._expelled = Expelled()
         self._peers: set[Peer] = set()  # links, and sessions
         self._num_ids = 0
         self._deadline_timer: asyncio.TimerHandle | None = None
@@ -77,15 +81,28 @@ class Engine:
     def peer_timeout_s(self) -> float:
         return self._peer_timeout_s
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no stream."""
+        return not self._streams
+
     def now_s(self) -> float:
         return self._clock.monotonic_s()
 
     # -- callers --------------------------------------------------------------------------------------
 
     def prepare_open(
-        self, proto: generation_pb2.GenerateRequest, outbox: Outbox, local_id: int, parent: Context | None
+        self,
+        proto: generation_pb2.GenerateRequest,
+        outbox: Outbox,
+        local_id: int,
+        parent: Context | None,
+        owner: int = 0,
     ) -> Open | None:
-        """The event that opens a stream; None where the request is no valid one, which its outbox is told."""
+        """The event that opens a stream; None where the request is no valid one, which its outbox is told.
+
+        `owner`: the session's; 0 for calls outside of sessions.
+        """
         self._num_ids += 1
         stream_id = self._num_ids
         trace = RequestTrace(self._telemetry.tracer, parent) if self._telemetry.enabled else None
@@ -99,22 +116,40 @@ class Engine:
                 trace=trace.proto if trace is not None else None,
                 seed=secrets.randbits(63),
             )
-        except RorqualError as error:
-            self._deliver(stream, StreamFailed(stream_id, error))
+        except Exception as error:
+            self._deliver(stream, StreamFailed(stream_id, _failure(error)))
             return None
         if trace is not None:
             trace.opened(request, self.core.model.name if self.core.model is not None else "")
         self._streams[stream_id] = stream
-        return Open(stream_id, request, proto.token_ids)
+        return Open(stream_id, request, proto.token_ids, owner)
 
     def submit(self, events: Sequence[Event]) -> None:
         """Events of one caller that came together."""
         if events:
             self._sleep.stir(len(self._streams))
-            effects = self.core.handle_all(events, self.now_s())
+            try:
+                effects = self.core.handle_all(events, self.now_s())
+            except Exception as error:
+                effects = self._without_what_fails(events, error)
             self._wake(effects.links)  # first, so that orders are on their way before callers are told that they are
             self._dispatch(effects)
             self._arm_deadline()
+
+    def _without_what_fails(self, events: Sequence[Event], error: Exception) -> Effects:
+        """One of `events` has raised: streams that were not opened fail, what others were told holds."""
+        failure = _failure(error)
+        for event in events:
+            if isinstance(event, Open) and not self.core.is_open(event.stream_id):
+                stream = self._streams.pop(event.stream_id, None)
+                if stream is not None:
+                    self._deliver(stream, StreamFailed(event.stream_id, failure))
+        return self.core.handle_all([e for e in events if isinstance(e, (Cancel, FinishEarly))], self.now_s())
+
+    def new_owner(self) -> int:
+        """For a session's opens."""
+        self._num_ids += 1
+        return self._num_ids
 
     def cancel(self, stream_ids: Sequence[int]) -> None:
         """The caller is gone, or no longer wants these. Unknown or ended ones do nothing."""
@@ -127,6 +162,10 @@ class Engine:
         if self._closing:
             raise UnavailableError("the scheduler is shutting down")
         spec = spec_from_hello(hello)
+        if (wait_s := self._expelled.wait_s(spec.executor_id, self.now_s())) > 0.0:
+            raise UnavailableError(
+                f"this executor broke the contract; it may connect again in {wait_s:.0f} s (the scheduler's log says how)"
+            )
         self._num_ids += 1
         link_id = self._num_ids
         for other in self._links.values():
@@ -170,7 +209,7 @@ class Engine:
         )
 
     def report(self, link: Link, proto: executor_pb2.Report) -> None:
-        """What an executor did. InvalidRequestError for columns that do not fit together."""
+        """What an executor did. InvalidRequestError for a report that breaks the contract: the link has ended then."""
         now_s = self.now_s()
         link.last_heard_s = now_s
         if proto.HasField("heartbeat"):
@@ -178,7 +217,25 @@ class Engine:
         if proto.num_steps:
             self._sleep.stir(len(self._streams))
         if link.link_id in self._links:
-            self._dispatch(self.core.handle(reported_from_proto(link.link_id, proto), now_s))
+            try:
+                effects = self.core.handle(reported_from_proto(link.link_id, proto), now_s)
+            except InvalidRequestError as error:
+                self._expel(link, error)
+                raise
+            self._dispatch(effects)
+            if self.core.is_isolating:
+                self._arm_deadline()
+
+    def _expel(self, link: Link, error: InvalidRequestError) -> None:
+        """The link's executor broke the contract: its streams go on elsewhere, and it stays away for a while."""
+        self.unregister(link)
+        del self._links[link.link_id]
+        wait_s = self._expelled.add(link.name, self.now_s())
+        _log.error("executor %s: %s; its link is ended, and refused for %.0f s", link.name, _text(error), wait_s)
+        link.fail(error)
+        self._dispatch(self.core.handle(ExecutorLost(link.link_id, is_its_own_fault=True), self.now_s()))
+        self._arm_deadline()
+        self.on_num_answering(self.num_answering())
 
     def disconnect(self, link: Link) -> None:
         """The link ended, whoever ended it."""
@@ -186,6 +243,7 @@ class Engine:
         if self._links.pop(link.link_id, None) is None:
             return
         self._dispatch(self.core.handle(ExecutorLost(link.link_id), self.now_s()))
+        self._arm_deadline()
         _log.info("executor %s is gone%s", link.name, f": {_text(link.error)}" if link.error is not None else "")
         self.on_num_answering(self.num_answering())
 
@@ -282,6 +340,14 @@ class Engine:
             stream.trace.follow(event)
         if isinstance(event, (StreamTokens, StreamStarted, StreamFinished, StreamFailed)):
             stream.outbox.push(stream.local_id, event)
+
+
+def _failure(error: Exception) -> RorqualError:
+    """What a stream is told; the text of a bug of ours stays in the log."""
+    if isinstance(error, RorqualError):
+        return error
+    _log.error("a request failed inside the scheduler", exc_info=error)
+    return InternalError("the scheduler failed; its log says how")
 
 
 def _text(error: BaseException) -> str:

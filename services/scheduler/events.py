@@ -21,6 +21,7 @@ class Request:
     sampling: object = None  # goes into Admit as it is
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
+    wants_logprobs: bool = False
     wants_prompt_logprobs: bool = False
     needs_known_tokens: bool = False  # penalties and grammars look at tokens of a cached prefix too
     has_grammar: bool = False
@@ -33,6 +34,7 @@ class Request:
     resumed_queue_time_us: int = 0
     prompt_logprobs_delivered: bool = False
     trace: object = None
+    num_opaque_bytes: int = 0  # of `sampling` and `trace` on the wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class Open:
     stream_id: int
     request: Request
     token_ids: bytes
+    owner: int = 0  # the session it came in: one gets a share of the queue where others want in
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,7 @@ class ExecutorLost:
     """The link ended, whoever ended it. Unknown: nothing happens."""
 
     link_id: int
+    is_its_own_fault: bool = False  # no request is to blame: what it said broke the contract
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +144,7 @@ class Reported:
     num_computed_tokens: Sequence[int] = ()
     paused_seq_ids: Sequence[int] = ()
     logprobs: Mapping[int, tuple[list[Any], list[Any]]] = field(default_factory=dict)  # of tokens, of the prompt
-    faults: Sequence[tuple[int, str]] = ()
+    faults: Sequence[tuple[int, str, str]] = ()  # seq_id, reason, message
     num_steps: int = 0
     step_time_us: int = 0
 

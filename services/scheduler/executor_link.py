@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+from google.protobuf.message import DecodeError
+
 from rorqual.core.errors import InvalidRequestError
 from rorqual.v1 import executor_pb2, executor_pb2_grpc
 
 from .engine import Engine
+from .executor_contract import PROTOCOL_VERSION
 from .peer import Link
 from .rpc_calls import Context, on_done
-from .wire import PROTOCOL_VERSION
 
 
 class ExecutorLinkServicer(executor_pb2_grpc.ExecutorLinkServiceServicer):
@@ -45,7 +47,7 @@ class ExecutorLinkServicer(executor_pb2_grpc.ExecutorLinkServiceServicer):
         try:
             async with asyncio.timeout(self._engine.peer_timeout_s):
                 first = await anext(aiter(requests), None)
-        except TimeoutError:
+        except (TimeoutError, DecodeError):
             first = None
         if first is None or not first.HasField("hello"):
             raise InvalidRequestError("the first message of Connect is a hello", field="hello")
@@ -60,5 +62,7 @@ class ExecutorLinkServicer(executor_pb2_grpc.ExecutorLinkServiceServicer):
             link.fail(None)
         except asyncio.CancelledError:
             raise
+        except DecodeError as error:
+            link.fail(InvalidRequestError(f"a message of Connect is none of rorqual.v1's: {error}"))
         except Exception as error:
             link.fail(error)

@@ -10,7 +10,8 @@ from rorqual.core.blocks import BLOCK_SIZE, NO_BLOCK
 from . import policy
 from .events import ExecutorSpec, ModelSpec, Reported
 from .kv_cache import KvCache, blocks_for, num_covered, reach
-from .orders import Admit, Copy, Drop, Extend, Label, Order, Prefill
+from .order_queue import MAX_BATCH_BYTES, OrderQueue
+from .orders import Admit, Copy, Drop, Extend, Order, Prefill
 from .prefill_queue import PrefillQueue
 from .sequence import NEVER, Sequence, State
 from .validation import Capacity
@@ -39,7 +40,6 @@ class ExecutorState:
         "_caching",
         "_computing",
         "_lead",
-        "_num_batches",
         "_num_by_priority",
         "_num_grantable",
         "_num_prefilling",
@@ -56,6 +56,7 @@ class ExecutorState:
         "heap_load",
         "heap_ticket",
         "hungry",
+        "is_held",
         "link_id",
         "max_num_seqs",
         "model",
@@ -68,7 +69,14 @@ class ExecutorState:
     )
 
     def __init__(
-        self, link_id: int, spec: ExecutorSpec, *, max_num_seqs: int, max_num_batched_tokens: int, caching: bool
+        self,
+        link_id: int,
+        spec: ExecutorSpec,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        caching: bool,
+        max_batch_bytes: int = MAX_BATCH_BYTES,
     ) -> None:
         """`max_num_seqs`, `max_num_batched_tokens`: the deployment's own bounds, 0 for none."""
         self.link_id = link_id
@@ -87,6 +95,7 @@ class ExecutorState:
         self.heap_ticket = self.heap_load = 0
         self.sequences: dict[int, Sequence] = {}  # RUNNING and DRAINING, by id
         self.num_running = 0
+        self.is_held = False  # kept for a group of suspects (`Isolation`): nobody else is admitted
         self._num_by_priority: Counter[int] = Counter()  # of the running
         self.draining: deque[tuple[int, int, Sequence]] = (
             deque()
@@ -102,8 +111,7 @@ class ExecutorState:
         )  # sequences with history still to be cut into chunks, by priority
         self._backlog = 0  # of their tokens, at most `room` a sequence: one long prompt does not close the door
         self._outstanding = 0  # tokens in chunks sent and not yet reported
-        self._orders: list[Order] = []
-        self._num_batches = 0
+        self._orders = OrderQueue(max_batch_bytes)
         self._unacknowledged: deque[tuple[int, float]] = deque()  # (batch, when it was taken)
         self._step_time_us = self._round_trip_us = 0.0
         self._ahead = policy.tokens_ahead(0.0, 1 + spec.num_draft_tokens, 0.0)
@@ -115,20 +123,26 @@ class ExecutorState:
     def has_orders(self) -> bool:
         return bool(self._orders)
 
+    @property
+    def num_batches(self) -> int:
+        """That were taken."""
+        return self._orders.num_taken
+
     def take_batch(self, now_s: float) -> tuple[int, list[Order]] | None:
-        """All orders gathered since the last batch, and the new batch's number; None where there are none."""
-        if not self._orders:
-            return None
-        orders, self._orders = self._orders, []
-        self._num_batches += 1
-        self._unacknowledged.append((self._num_batches, now_s))
-        return self._num_batches, orders
+        """The next batch of orders and its number; None where none wait. What is too much for one is in the next."""
+        batch = self._orders.take()
+        if batch is not None:
+            self._unacknowledged.append((batch[0], now_s))
+        return batch
 
     # -- admission ------------------------------------------------------------------------------------
 
-    def plan(self, seq: Sequence) -> Plan | None:
-        """How `seq` would be admitted here now; None where it would have to wait."""
-        if self.num_running >= self.max_num_seqs or self._is_closed_to(seq.request.priority):
+    def plan(self, seq: Sequence, *, of_group: bool = False) -> Plan | None:
+        """How `seq` would be admitted here now; None where it would have to wait.
+
+        `of_group`: it belongs to the group that this executor is kept for.
+        """
+        if self.is_held is not of_group or self.num_running >= self.max_num_seqs or self._is_closed_to(seq.priority):
             return None
         for group in self.cache.bounded:
             if group.num_short(seq.max_blocks) > 0:
@@ -201,7 +215,12 @@ class ExecutorState:
     @property
     def is_full(self) -> bool:
         """Whether nobody could be admitted here but by displacing others."""
-        return bool(self.hungry) or self.num_running >= self.max_num_seqs or self.has_backlog
+        return self.is_held or bool(self.hungry) or self.num_running >= self.max_num_seqs or self.has_backlog
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing runs here, not even what was dropped just now."""
+        return not self.sequences and not self.draining
 
     @property
     def has_backlog(self) -> bool:
@@ -212,7 +231,7 @@ class ExecutorState:
         """Whether a newcomer of that class would only wait here, or take a block that one as good as it needs."""
         if self.has_backlog and any(other <= priority for other in self._num_prefilling):
             return True
-        return any(seq.request.priority <= priority for seq in self.hungry.values())
+        return any(seq.priority <= priority for seq in self.hungry.values())
 
     @staticmethod
     def _num_sharable(seq: Sequence) -> int:
@@ -238,10 +257,10 @@ class ExecutorState:
 
         None need leave where only `hungry` ones of a lower class keep the door shut.
         """
-        priority = seq.request.priority
-        if self._is_closed_to(priority) or not any(p > priority for p in self._num_by_priority):
+        priority = seq.request.priority  # not what waiting has made of it: that lets in, and displaces nobody
+        if self._is_closed_to(seq.priority) or not any(p > priority for p in self._num_by_priority):
             return None
-        lower = [s for s in self.sequences.values() if s.state is State.RUNNING and s.request.priority > priority]
+        lower = [s for s in self.sequences.values() if s.state is State.RUNNING and s.priority > priority]
         lower.sort(key=lambda s: s.rank, reverse=True)
         short = [
             self._num_short(seq, self.cache.num_matched(seq.hashes, self._num_sharable(seq))),
@@ -275,6 +294,7 @@ class ExecutorState:
         seq.state = State.RUNNING
         seq.executor = self
         seq.seq_id = seq_id
+        seq.granted_total = seq.max_total
         seq.tables, seq.shares = tables, shares
         seq.prefill_end = seq.num_tokens
         seq.num_sent = seq.num_computed = seq.num_tokens - 1 if plan.copy_from else num_cached * BLOCK_SIZE
@@ -282,12 +302,12 @@ class ExecutorState:
         self._set_limit(seq, ahead)
         self.sequences[seq_id] = seq
         self.num_running += 1
-        self._num_by_priority[request.priority] += 1
+        self._num_by_priority[seq.priority] += 1
         if seq.hashes:
             self.new_first_blocks.append(seq.hashes[0])
         for i in range(num_cached, seq.num_tokens // BLOCK_SIZE):
             self._computing.setdefault(seq.hashes[i], seq)
-        self._num_prefilling[request.priority] += 1
+        self._num_prefilling[seq.priority] += 1
         self._backlog += min(seq.num_unsent, self.room)
         self._prefill.add(seq)
         self._orders.append(
@@ -300,6 +320,7 @@ class ExecutorState:
                 limit=seq.limit,
                 max_total_tokens=seq.max_total,
                 sampling=request.sampling,
+                num_opaque_bytes=request.num_opaque_bytes,
                 choice_index=request.choice_index,
                 known_token_ids=bytes(seq.history[: 4 * seq.num_computed]) if request.needs_known_tokens else b"",
                 prompt_logprobs_delivered=seq.prompt_logprobs_delivered,
@@ -345,7 +366,7 @@ class ExecutorState:
             self._orders.append(Prefill(seq.seq_id, start, end, bytes(seq.history[4 * start : 4 * end])))
 
     def _note_all_sent(self, seq: Sequence) -> None:
-        priority = seq.request.priority
+        priority = seq.priority
         self._num_prefilling[priority] -= 1
         if not self._num_prefilling[priority]:
             del self._num_prefilling[priority]
@@ -459,7 +480,7 @@ class ExecutorState:
                 if block_id == NO_BLOCK:
                     continue
                 if group.pool.label(block_id, block_hash):
-                    self._order_label(group_idx, block_id, block_hash)
+                    self._orders.label(group_idx, block_id, block_hash)
                 elif not self.cache.bounded:
                     # A held twin has the label. A child of ours would outlive its parent there, so it gets none.
                     seq.chain_broken = True
@@ -471,16 +492,6 @@ class ExecutorState:
             seq.num_labelled = i + 1
             if self._computing.get(block_hash) is seq:
                 self._wake(block_hash)
-
-    def _order_label(self, group_idx: int, block_id: int, block_hash: bytes) -> None:
-        for last in reversed(self._orders):
-            if not isinstance(last, Label):
-                break
-            if last.group_idx == group_idx:
-                last.block_ids.append(block_id)
-                last.hashes.append(block_hash)
-                return
-        self._orders.append(Label(group_idx, [block_id], [block_hash]))
 
     # -- leaving --------------------------------------------------------------------------------------
 
@@ -501,15 +512,14 @@ class ExecutorState:
             del self._siblings[seq.request.request_id]
         del self.sequences[seq.seq_id]
         self.num_running -= 1
-        self._num_by_priority[seq.request.priority] -= 1
-        if not self._num_by_priority[seq.request.priority]:
-            del self._num_by_priority[seq.request.priority]
+        self._num_by_priority[seq.priority] -= 1
+        if not self._num_by_priority[seq.priority]:
+            del self._num_by_priority[seq.priority]
 
     def drop(self, seq: Sequence) -> None:
         """Order `seq` out. Its blocks may be handed out again at once, since orders are applied in order."""
         self.leave(seq)
-        self._orders.append(Drop(seq.seq_id))
-        self.draining.append((self._num_batches + 1, seq.seq_id, seq))
+        self.draining.append((self._orders.append(Drop(seq.seq_id)), seq.seq_id, seq))
 
     def drain(self, seq: Sequence) -> None:
         """Order `seq` out, but listen to it until its Drop is acknowledged."""

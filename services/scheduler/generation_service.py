@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import TypeAlias
 
-from rorqual.core.errors import PreconditionError
+from google.protobuf.message import DecodeError
+
+from rorqual.core.errors import InvalidRequestError, PreconditionError
 from rorqual.telemetry import context_from_pairs, context_from_proto
 from rorqual.v1 import generation_pb2, generation_pb2_grpc
 
@@ -50,6 +52,7 @@ class _Session(Peer):
         super().__init__(name, engine.now_s(), must_beat=False)  # until its first heartbeat: simple clients send none
         self._outbox = Outbox()
         self._engine = engine
+        self._owner = engine.new_owner()
         self._used = UsedIds()
         self._live: dict[int, int] = {}  # the caller's stream id -> the engine's
         self._half_closed = False
@@ -72,16 +75,25 @@ class _Session(Peer):
                 if request.HasField("heartbeat"):
                     self.must_beat = True
                 if request.commands:
-                    self._engine.submit(self._events(request))
+                    self._take(request)
             self._half_closed = True
             self._close_if_done()
         except asyncio.CancelledError:
             raise
+        except DecodeError as error:
+            self.fail(InvalidRequestError(f"a message of Session is none of rorqual.v1's: {error}"))
         except Exception as error:
             self.fail(error)
 
-    def _events(self, request: generation_pb2.GenerationServiceSessionRequest) -> list[Event]:
+    def _take(self, request: generation_pb2.GenerationServiceSessionRequest) -> None:
+        """The commands of a frame. Where one ends the session, what came before it holds, and ends with the session."""
         events: list[Event] = []
+        try:
+            self._read_commands(request, events)
+        finally:
+            self._engine.submit(events)
+
+    def _read_commands(self, request: generation_pb2.GenerationServiceSessionRequest, events: list[Event]) -> None:
         for command in request.commands:
             kind, local_id = command.WhichOneof("command"), command.stream_id
             if kind == "open":
@@ -90,7 +102,7 @@ class _Session(Peer):
                         f"stream id {local_id} is used twice in this session", reason="STREAM_ID_REUSED"
                     )
                 opened = self._engine.prepare_open(
-                    command.open, self._outbox, local_id, context_from_proto(command.open.trace)
+                    command.open, self._outbox, local_id, context_from_proto(command.open.trace), self._owner
                 )
                 if opened is not None:
                     self._live[local_id] = opened.stream_id
@@ -100,7 +112,6 @@ class _Session(Peer):
                     events.append(Cancel(self._live[local_id]))
                 elif kind == "finish":
                     events.append(FinishEarly(self._live[local_id], command.finish.num_tokens))
-        return events
 
     async def next_frame(self) -> _Frame | None:
         taken = await self._outbox.take()

@@ -28,6 +28,7 @@ class Admit:
     known_token_ids: bytes  # tokens [0, num_cached_tokens), where penalties need them
     prompt_logprobs_delivered: bool
     trace: object  # span context of the request; opaque to the core
+    num_opaque_bytes: int = 0  # of `sampling` and `trace` on the wire
 
 
 @dataclass(frozen=True, slots=True)

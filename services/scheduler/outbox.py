@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
-from .stream_events import StreamEvent, StreamTokens
+from .stream_events import StreamEvent, StreamFailed, StreamTokens
 
+_EVENT_BYTES = 64
+_ENTRY_BYTES = 216
+"""Of a token's log-probabilities, with 21 alternatives."""
 _MOST_EVENTS = 4096
 """In one frame; the rest goes into the next."""
+MAX_FRAME_BYTES = 16 << 20
+"""Of the events of a frame, encoded, unless a single one is larger: a quarter of what one message may have."""
 
 
 class Outbox:
@@ -66,10 +71,27 @@ class Outbox:
         events, beat = self._events, self._heartbeat_due
         if not events and not beat:
             return None  # closed
-        self._events, self._last, self._heartbeat_due = events[_MOST_EVENTS:], {}, False
+        num = _num_in_frame(events)
+        self._events, self._last, self._heartbeat_due = events[num:], {}, False
         if not self._events and not self._closed:
             self._ready.clear()
-        return events[:_MOST_EVENTS] if self._events else events, beat
+        return events[:num] if self._events else events, beat
+
+
+def _num_in_frame(events: list[tuple[int, StreamEvent]]) -> int:
+    """How many of the first events go into one frame."""
+    num_bytes = 0
+    for i, (_, event) in enumerate(events[:_MOST_EVENTS]):
+        if isinstance(event, StreamTokens):
+            num_bytes += len(event.token_ids) + _EVENT_BYTES
+            num_bytes += _ENTRY_BYTES * (len(event.logprobs or ()) + len(event.prompt_logprobs or ()))
+        elif isinstance(event, StreamFailed):
+            num_bytes += 4 * len(event.error.message) + 1024
+        else:
+            num_bytes += _EVENT_BYTES
+        if num_bytes > MAX_FRAME_BYTES and i:
+            return i
+    return min(len(events), _MOST_EVENTS)
 
 
 def _merged(earlier: StreamTokens, later: StreamTokens) -> StreamTokens:

@@ -67,6 +67,8 @@ class Link(Peer):
                     raise self.error
                 return None
             taken = self._core.take_batch(self.link_id)
+            if self._core.has_orders(self.link_id):
+                self._ready.set()  # more than one batch takes: the rest follows at once
             if taken is None and not self._heartbeat_due:
                 continue
             batch = executor_pb2.OrderBatch()

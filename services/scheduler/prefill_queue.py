@@ -28,7 +28,7 @@ class PrefillQueue:
     def resize(self, seq: Sequence) -> None:
         """After a chunk was cut from `seq`: it has become shorter."""
         if seq.num_unsent > 0:
-            heapq.heappush(self._by_length, (seq.request.priority, seq.num_unsent, seq.arrival, seq.seq_id, seq))
+            heapq.heappush(self._by_length, (seq.priority, seq.num_unsent, seq.arrival, seq.seq_id, seq))
 
     def next(self) -> tuple[Sequence, bool] | None:
         """Whose chunk is next, and whether the step is to be shared with another's. Entries of the past are skipped."""

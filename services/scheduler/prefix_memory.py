@@ -11,7 +11,7 @@ from .kv_cache import KvCache
 from .sequence import Sequence
 
 _MAX_HISTORY_BYTES = 16 << 20
-_MAX_FIRST_BLOCKS = 1 << 16
+_MAX_FIRST_BLOCKS = 1 << 15  # of about 250 bytes each, all told
 
 
 class PrefixMemory:
@@ -22,7 +22,7 @@ class PrefixMemory:
     def __init__(self) -> None:
         self._histories: OrderedDict[bytes, bytes] = OrderedDict()  # by the identity of the first block
         self._num_bytes = 0
-        self._salts: OrderedDict[bytes, str] = OrderedDict()  # digest of a first block's tokens -> its latest salt
+        self._salts: OrderedDict[bytes, bytes] = OrderedDict()  # digest of a first block's tokens -> its latest salt's
 
     def why_missed(self, seq: Sequence, num_cached_blocks: int, cache: KvCache) -> tuple[str, int | None]:
         """Why block `num_cached_blocks` of `seq` is not in `cache`, and at which token if the history branched off.
@@ -42,7 +42,7 @@ class PrefixMemory:
         if num_cached_blocks:
             return "diverged", num_cached_blocks * BLOCK_SIZE
         salt = self._salts.get(_first_block(seq))
-        return ("never seen" if salt in (None, seq.request.cache_salt) else "salt"), None
+        return ("never seen" if salt in (None, _salt(seq)) else "salt"), None
 
     def remember(self, seq: Sequence) -> None:
         """Take in a history of at least one full block."""
@@ -53,13 +53,18 @@ class PrefixMemory:
             self._num_bytes -= len(histories.popitem(last=False)[1])
         salts, digest = self._salts, _first_block(seq)
         salts.pop(digest, None)
-        salts[digest] = seq.request.cache_salt
+        salts[digest] = _salt(seq)
         if len(salts) > _MAX_FIRST_BLOCKS:
             salts.popitem(last=False)
 
 
 def _first_block(seq: Sequence) -> bytes:
     return hashlib.blake2b(seq.history[: 4 * BLOCK_SIZE], digest_size=16).digest()
+
+
+def _salt(seq: Sequence) -> bytes:
+    """A digest: a salt may be long, and is another's secret."""
+    return hashlib.blake2b(seq.request.cache_salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _num_common_tokens(a: bytes, b: bytearray) -> int:

@@ -25,6 +25,7 @@ class State(Enum):
     WAITING = "waiting"  # in the queue
     FOLLOWING = "following"  # out of the queue until another has computed a block that it wants
     PARKED = "parked"  # no connected executor is large enough
+    SUSPECT = "suspect"  # out of the queue until an executor is kept for it, since executors died under it
     RUNNING = "running"  # admitted
     DRAINING = "draining"  # dropped; its last reports are still to come
     ENDED = "ended"
@@ -39,6 +40,7 @@ class Sequence:
         "chain_broken",
         "executor",
         "extend_at",
+        "granted_total",
         "hashes",
         "history",
         "is_new",
@@ -53,13 +55,15 @@ class Sequence:
         "num_own_from",
         "num_sent",
         "num_tokens",
+        "owner",
         "prefill_end",
+        "priority",
         "prompt_logprobs",
         "prompt_logprobs_delivered",
         "queue_ticket",
         "queue_time_us",
+        "queued_s",
         "queued_work",
-        "rank",
         "request",
         "scores_prompt_only",
         "seq_id",
@@ -75,14 +79,18 @@ class Sequence:
         "was_preempted",
     )
 
-    def __init__(self, stream_id: int, request: Request, token_ids: bytes, arrival: int, arrival_s: float) -> None:
+    def __init__(
+        self, stream_id: int, request: Request, token_ids: bytes, arrival: int, arrival_s: float, owner: int = 0
+    ) -> None:
         self.stream_id = stream_id
+        self.owner = owner
         self.request = request
         self.history = bytearray(token_ids)  # little-endian uint32: slices go to the wire as they are
         self.num_tokens = len(token_ids) // 4
         self.arrival = arrival
         self.arrival_s = arrival_s
-        self.rank = (request.priority, arrival)  # smaller runs first and is preempted last
+        self.priority = request.priority  # its class; waiting makes it better, while it is in the queue
+        self.queued_s = arrival_s  # when it came into the queue last
         self.is_new = not request.is_resume
         self.state = State.WAITING
         self.queue_ticket = 0
@@ -112,6 +120,7 @@ class Sequence:
         self.tables: BlockTables = []
         self.shares: list[Share] = []  # of windows and states: what it holds of their tables
         self.limit = 0
+        self.granted_total = 0  # the executor ends it when its history is this long
         self.num_ahead = 0  # blocks granted beyond those that its history fills, when that was last counted
         self.extend_at = NEVER  # more blocks are granted when the history is this long
         self.next_check = NEVER  # nothing but appending is to be done before the history is this long
@@ -123,6 +132,11 @@ class Sequence:
         self.chain_broken = False  # another's block has the label: this copy's children get none
         if not self.prompt_logprobs_delivered:
             self.prompt_logprobs = []  # those of a broken prefill are computed again
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Smaller runs first and is preempted last."""
+        return self.priority, self.arrival
 
     @property
     def num_generated(self) -> int:
@@ -143,6 +157,16 @@ class Sequence:
     def needs_all_logits(self) -> bool:
         """Whether every position of the prompt must be computed, for its log-probabilities."""
         return self.request.wants_prompt_logprobs and not self.prompt_logprobs_delivered
+
+    @property
+    def position(self) -> int:
+        """How far its present admission has got: positions below it are computed, as far as was reported."""
+        return max(self.num_computed, self.num_tokens - 1 if self.num_tokens > self.prefill_end else 0)
+
+    @property
+    def reached(self) -> int:
+        """How far its present admission may have got, beyond what was reported."""
+        return max(self.num_sent, self.num_tokens if self.num_computed >= self.prefill_end else 0)
 
     def last_token(self) -> int:
         return int.from_bytes(self.history[-4:], "little")

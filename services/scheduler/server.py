@@ -8,6 +8,7 @@ import contextlib
 import grpc
 
 from rorqual.core.config import SchedulerConfig
+from rorqual.core.garbage import give_back_memory
 from rorqual.rpc.server import RpcServer
 from rorqual.telemetry import Telemetry
 from rorqual.v1 import admin_pb2_grpc, executor_pb2_grpc, generation_pb2_grpc
@@ -44,7 +45,11 @@ class SchedulerServer:
     async def start(self) -> int:
         """Serve; returns the port. ConfigError if it is taken."""
         port = await self._rpc.start()
-        self._tasks = [asyncio.create_task(self.engine.run()), asyncio.create_task(self._follow_health())]
+        self._tasks = [
+            asyncio.create_task(self.engine.run()),
+            asyncio.create_task(self._follow_health()),
+            asyncio.create_task(give_back_memory(lambda: self.engine.is_idle)),
+        ]
         return port
 
     async def _follow_health(self) -> None:

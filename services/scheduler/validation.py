@@ -10,6 +10,10 @@ from rorqual.core.errors import CapacityError, InvalidRequestError, PromptTooLon
 
 from .events import ModelSpec, Request
 from .kv_cache import blocks_for
+from .sequence import Sequence as History
+
+MAX_ADMIT_BYTES = 48 << 20
+"""Of what an executor is told of a request at its admission: an order is one message, of at most 64 MiB."""
 
 UNSUPPORTED_CONSTRAINT = "UNSUPPORTED_CONSTRAINT"
 
@@ -58,6 +62,15 @@ def check_against_model(
                 field=field,
                 metadata={"token_id": str(largest), "vocab_size": str(model.vocab_size)},
             )
+    num_bytes = request.num_opaque_bytes + (4 * num_tokens if request.needs_known_tokens else 0)
+    if num_bytes > MAX_ADMIT_BYTES:
+        return InvalidRequestError(
+            f"the request has {num_bytes} bytes of sampling parameters and known tokens, and an executor takes "
+            f"{MAX_ADMIT_BYTES}: make its grammar, or its history, shorter",
+            reason="REQUEST_TOO_LARGE",
+            field="sampling",
+            metadata={"num_bytes": str(num_bytes), "max_bytes": str(MAX_ADMIT_BYTES)},
+        )
     if request.has_grammar and not model.takes_grammars:
         return InvalidRequestError(
             "sampling.grammar: the executors that serve this model take no grammars",
@@ -95,3 +108,31 @@ def capacity_error(request: Request, max_total: int, capacities: Sequence[Capaci
         field="max_tokens" if blocks_for(request.num_prompt_tokens) < num_blocks else "token_ids",
         metadata={"needed_blocks": str(needed), "total_blocks": str(num_blocks), "block_size": str(BLOCK_SIZE)},
     )
+
+
+def judge(seq: History, model: ModelSpec, capacities: Sequence[Capacity]) -> RorqualError | None:
+    """The error of a request that these executors cannot serve; else how long it may become is set."""
+    request = seq.request
+    capacities = [capacity for capacity in capacities if capacity.takes(request)]
+    error = check_against_model(request, seq.num_tokens, model, capacities)
+    if error is not None:
+        return error
+    seq.scores_prompt_only = (
+        request.max_tokens == 0 and request.wants_prompt_logprobs and not request.prompt_logprobs_delivered
+    )
+    # The executor makes one token of a prompt that is only scored, which nobody sees.
+    max_total = total_tokens_bound(request, model, capacities) + seq.scores_prompt_only
+    if seq.started or request.is_resume:
+        # What has begun and whose end is ours to choose goes as far as it fits; what was promised stays.
+        longest = max((capacity.longest for capacity in capacities), default=max_total)
+        if longest > seq.num_tokens and (seq.is_open_ended or not seq.started):
+            max_total = min(max_total, longest)
+        elif seq.started:
+            max_total = seq.max_total
+    max_blocks = blocks_for(max_total - 1)
+    if capacities and not any(capacity.holds(max_total, max_blocks) for capacity in capacities):
+        return capacity_error(request, max_total, capacities)
+    if seq.validated_for is not None and seq.validated_for.fingerprint != model.fingerprint:
+        seq.hashes = []
+    seq.max_total, seq.max_blocks = max_total, max_blocks
+    return None

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import functools
-import math
 import sys
 from array import array
 from collections.abc import Iterable
 
-from rorqual.core.blocks import BLOCK_SIZE, HASH_BYTES
-from rorqual.core.errors import InvalidRequestError, PreconditionError
-from rorqual.core.token_ids import pack_token_ids, unpack_token_ids, unpack_uint64
+from rorqual.core.errors import InvalidRequestError
+from rorqual.core.token_ids import pack_token_ids, unpack_token_ids
+from rorqual.rpc.limits import check_generate
 from rorqual.rpc.status import to_error_proto
 from rorqual.v1 import common_pb2, executor_pb2, generation_pb2
 
-from .events import ExecutorSpec, GroupSpec, InventoryBlock, ModelSpec, Reported, Request
-from .kv_cache import blocks_for, quota_of
+from .events import ModelSpec, Reported, Request
+from .executor_contract import MAX_FAULT_CHARS
 from .orders import Admit, BlockTables, Copy, Drop, Extend, Label, Order, Prefill
-from .policy import chunk_room
 from .stream_events import StreamEvent, StreamFailed, StreamFinished, StreamStarted, StreamTokens
-
-PROTOCOL_VERSION = 1
 
 _FINISH_REASONS = frozenset((0, 1, 2, 4, 5))
 
@@ -35,6 +31,7 @@ def request_from_proto(
 
     `seed` is taken where the caller named none.
     """
+    check_generate(proto)
     num_bytes = len(proto.token_ids)
     if num_bytes == 0:
         raise InvalidRequestError(
@@ -57,7 +54,6 @@ def request_from_proto(
             f"choice_index must be below num_choices ({num_choices}), got {proto.choice_index}", field="choice_index"
         )
     max_tokens = proto.max_tokens if proto.HasField("max_tokens") else None
-    check_sampling(proto.sampling, max_tokens)
     sampling = common_pb2.SamplingParams()
     sampling.CopyFrom(proto.sampling)  # a reference would keep the whole frame alive
     if not sampling.HasField("seed"):
@@ -74,6 +70,7 @@ def request_from_proto(
         sampling=sampling,
         stop_token_ids=frozenset(sampling.stop_token_ids),
         min_tokens=sampling.min_tokens,
+        wants_logprobs=sampling.HasField("logprobs"),
         wants_prompt_logprobs=sampling.HasField("prompt_logprobs"),
         needs_known_tokens=bool(
             sampling.presence_penalty
@@ -91,6 +88,7 @@ def request_from_proto(
         resumed_queue_time_us=proto.resume.queue_time_us,
         prompt_logprobs_delivered=proto.resume.prompt_logprobs_delivered,
         trace=trace,
+        num_opaque_bytes=sampling.ByteSize() + (trace.ByteSize() if isinstance(trace, common_pb2.TraceContext) else 0),
     )
 
 
@@ -101,36 +99,6 @@ def _largest_ids(proto: generation_pb2.GenerateRequest) -> tuple[tuple[str, int]
     if proto.sampling.logit_bias:
         largest.append(("sampling.logit_bias", max(proto.sampling.logit_bias)))
     return tuple(largest)
-
-
-def check_sampling(sampling: common_pb2.SamplingParams, max_tokens: int | None) -> None:
-    """InvalidRequestError (INVALID_SAMPLING) for a value outside its range."""
-
-    def require(ok: bool, name: str, rule: str, value: object) -> None:
-        if not ok:
-            raise InvalidRequestError(
-                f"sampling.{name} must be {rule}, got {value}", reason="INVALID_SAMPLING", field=f"sampling.{name}"
-            )
-
-    s = sampling
-    require(math.isfinite(s.temperature) and s.temperature >= 0.0, "temperature", "0 or more", s.temperature)
-    require(not s.HasField("top_p") or 0.0 < s.top_p <= 1.0, "top_p", "above 0 and at most 1", s.top_p)
-    require(0.0 <= s.min_p <= 1.0, "min_p", "between 0 and 1", s.min_p)
-    for name in ("presence_penalty", "frequency_penalty"):
-        value = getattr(s, name)
-        require(-2.0 <= value <= 2.0, name, "between -2 and 2", value)
-    require(
-        not s.HasField("repetition_penalty") or (math.isfinite(s.repetition_penalty) and s.repetition_penalty > 0.0),
-        "repetition_penalty",
-        "above 0",
-        s.repetition_penalty,
-    )
-    for token_id, bias in s.logit_bias.items():
-        require(-100.0 <= bias <= 100.0, "logit_bias", "between -100 and 100", f"{bias} for token {token_id}")
-    for name in ("logprobs", "prompt_logprobs"):
-        require(getattr(s, name) <= 20, name, "0 to 20", getattr(s, name))
-    if max_tokens is not None:
-        require(s.min_tokens <= max_tokens, "min_tokens", f"at most max_tokens ({max_tokens})", s.min_tokens)
 
 
 # -- events of streams --------------------------------------------------------------------------------
@@ -175,7 +143,7 @@ def response_from_event(event: StreamEvent) -> generation_pb2.GenerateResponse |
     return response
 
 
-@functools.lru_cache(maxsize=1 << 15)
+@functools.lru_cache(maxsize=1 << 12)  # of about 300 bytes: the streams that run, not all there ever were
 def _delta_head(stream_id: int, num_bytes: int) -> bytes:
     """A frame's bytes of one delta with that many bytes of token ids, up to these: they come last."""
     event = generation_pb2.GenerationEvent(stream_id=stream_id)
@@ -218,94 +186,6 @@ def _fill_event(out: generation_pb2.GenerationEvent, event: StreamEvent) -> None
 # -- the executor link --------------------------------------------------------------------------------
 
 
-def spec_from_hello(hello: executor_pb2.Hello) -> ExecutorSpec:
-    """PreconditionError or InvalidRequestError for an executor that this scheduler cannot drive."""
-    if hello.protocol_version != PROTOCOL_VERSION:
-        raise PreconditionError(
-            f"this scheduler speaks protocol version {PROTOCOL_VERSION} of the executor link, the executor "
-            f"{hello.protocol_version}: run both from the same release",
-            reason="PROTOCOL_VERSION_MISMATCH",
-        )
-    _require_hello(bool(hello.executor_id), "executor_id", "must be set")
-    _require_hello(hello.rank == 0, "rank", f"must be 0, only rank 0 of a group connects; got {hello.rank}")
-    _require_hello(len(hello.model.fingerprint) == HASH_BYTES, "model.fingerprint", f"must be {HASH_BYTES} bytes")
-    _require_hello(hello.model.max_model_len >= 2, "model.max_model_len", "must be at least 2")
-    _require_hello(hello.model.vocab_size >= 1, "model.vocab_size", "must be at least 1")
-    groups = _groups(hello)
-    _require_hello(hello.max_num_seqs >= 1, "max_num_seqs", "must be at least 1")
-    room = chunk_room(hello.max_num_batched_tokens, hello.max_num_seqs, hello.num_draft_tokens)
-    _require_hello(
-        room >= BLOCK_SIZE,
-        "max_num_batched_tokens",
-        f"must leave {BLOCK_SIZE} tokens for a chunk beside max_num_seqs x (1 + drafts) decodes, leaves {room}",
-    )
-    return ExecutorSpec(
-        executor_id=hello.executor_id,
-        model=ModelSpec(
-            name=hello.model.name,
-            max_model_len=hello.model.max_model_len,
-            vocab_size=hello.model.vocab_size,
-            fingerprint=hello.model.fingerprint,
-            deterministic=hello.model.deterministic,
-            takes_grammars=hello.model.takes_grammars,
-        ),
-        groups=groups,
-        max_num_seqs=hello.max_num_seqs,
-        max_num_batched_tokens=hello.max_num_batched_tokens,
-        num_draft_tokens=hello.num_draft_tokens,
-        inventory=tuple(_inventory(hello.inventory)),
-    )
-
-
-def _require_hello(ok: bool, field: str, rule: str) -> None:
-    if not ok:
-        raise InvalidRequestError(f"hello.{field} {rule}", field=f"hello.{field}")
-
-
-def _groups(hello: executor_pb2.Hello) -> tuple[GroupSpec, ...]:
-    _require_hello(len(hello.cache_groups) >= 1, "cache_groups", "must name at least one group")
-    specs: list[GroupSpec] = []
-    for group in hello.cache_groups:
-        multiple = group.prefix_multiple or 1
-        spec = GroupSpec(
-            group.name, group.num_blocks, group.block_bytes, group.window, group.slots_per_sequence, multiple
-        )
-        if (group.window and group.slots_per_sequence) or (multiple % BLOCK_SIZE and multiple != 1):
-            raise PreconditionError(
-                f"cache group {group.name!r} has window {group.window}, {group.slots_per_sequence} slots a sequence and "
-                f"prefix multiple {multiple}: this scheduler accounts for a window or slots, and for multiples of "
-                f"{BLOCK_SIZE}",
-                reason="CACHE_GROUP_UNSUPPORTED",
-            )
-        if group.slots_per_sequence:
-            rule = f"of a group with slots is its prefix_multiple, which is a multiple of {BLOCK_SIZE}"
-            _require_hello(group.block_size == multiple > 1, "cache_groups.block_size", rule)
-        else:
-            _require_hello(group.block_size == BLOCK_SIZE, "cache_groups.block_size", f"must be {BLOCK_SIZE}")
-        least = quota_of(spec, blocks_for(hello.model.max_model_len)) if spec.is_bounded else 1
-        _require_hello(group.num_blocks >= least, "cache_groups.num_blocks", f"must be at least {least}")
-        specs.append(spec)
-    if all(spec.is_bounded for spec in specs):
-        raise PreconditionError(
-            "no cache group keeps all blocks of a history: this scheduler needs one to find prefixes by",
-            reason="CACHE_GROUP_UNSUPPORTED",
-        )
-    return tuple(specs)
-
-
-def _inventory(groups: Iterable[executor_pb2.CachedBlocks]) -> Iterable[InventoryBlock]:
-    for cached in groups:
-        ids = unpack_token_ids(cached.block_ids)
-        last_used = unpack_uint64(cached.last_used_us) if cached.last_used_us else array("Q", bytes(8 * len(ids)))
-        _require_hello(
-            len(cached.hashes) == HASH_BYTES * len(ids) and len(last_used) == len(ids),
-            "inventory",
-            "must have one hash, and one last use, a block",
-        )
-        for i, (block_id, used) in enumerate(zip(ids, last_used, strict=True)):
-            yield InventoryBlock(cached.group_idx, block_id, cached.hashes[HASH_BYTES * i : HASH_BYTES * (i + 1)], used)
-
-
 def reported_from_proto(link_id: int, report: executor_pb2.Report) -> Reported:
     """InvalidRequestError where the columns do not fit together."""
     seq_ids, num_tokens = _column("Q", report.seq_ids), _column("I", report.num_tokens)
@@ -331,7 +211,7 @@ def reported_from_proto(link_id: int, report: executor_pb2.Report) -> Reported:
         num_computed_tokens=num_computed,
         paused_seq_ids=_column("Q", report.paused_seq_ids),
         logprobs={lp.seq_id: (list(lp.logprobs), list(lp.prompt_logprobs)) for lp in report.logprobs},
-        faults=[(fault.seq_id, fault.message) for fault in report.faults],
+        faults=[(fault.seq_id, fault.reason, fault.message[:MAX_FAULT_CHARS]) for fault in report.faults],
         num_steps=report.num_steps,
         step_time_us=report.step_time_us,
     )

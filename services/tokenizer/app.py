@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from opentelemetry.sdk.trace.export import SpanExporter
 
 from rorqual.core.clock import Clock, SystemClock
 from rorqual.core.config import TokenizerConfig
-from rorqual.grammar import open_engine
+from rorqual.core.garbage import give_back_memory
 from rorqual.rpc.channel import open_channel
 from rorqual.rpc.server import RpcServer
 from rorqual.telemetry import Telemetry
@@ -18,6 +19,7 @@ from rorqual.v1 import text_pb2_grpc
 
 from .checkpoint import read_checkpoint
 from .engine import TextEngine
+from .grammars import Grammars
 from .link import SchedulerLink
 from .model_watch import ModelWatch
 from .prompt import PromptBuilder
@@ -40,7 +42,9 @@ class TokenizerApp:
         folder = Path(config.model) if config.model else _EMBEDDED_MODEL
         self._checkpoint = read_checkpoint(folder, chat_template_file=config.chat_template)
         self._vocabulary = Vocabulary(self._checkpoint)
-        self._grammars = open_engine(folder, max(self._checkpoint.vocab_size, self._vocabulary.size))
+        self._grammars = Grammars(
+            folder, max(self._checkpoint.vocab_size, self._vocabulary.size), self._vocabulary.control.ids
+        )
         self._builder = PromptBuilder(
             self._checkpoint,
             self._vocabulary,
@@ -49,6 +53,7 @@ class TokenizerApp:
         self._telemetry = Telemetry("tokenizer", config.telemetry, exporter=span_exporter)
         self._name = config.served_model_name or folder.resolve().name
         self._server: RpcServer | None = None
+        self._giving_back: asyncio.Task[None] | None = None
         self._channel: grpc.aio.Channel | None = None
 
     @property
@@ -57,6 +62,7 @@ class TokenizerApp:
 
     async def start(self) -> int:
         """Serve; returns the port. Health says SERVING once the scheduler shows a model."""
+        self._grammars.start()
         self._channel = open_channel(self._config.scheduler)
         self._link = SchedulerLink(
             self._channel,
@@ -88,16 +94,20 @@ class TokenizerApp:
         port = await self._server.start()
         self._link.start()
         self._watch.start()
+        self._giving_back = asyncio.create_task(give_back_memory(lambda: self._link.num_streams == 0))
         threading.Thread(target=self._vocabulary.learn_tokens, name="learn-tokens", daemon=True).start()
         return port
 
     async def stop(self, grace_s: float = 2.0) -> None:
         """Refuse new calls, give running ones `grace_s`, then end."""
         if self._server is not None:
+            if self._giving_back is not None:
+                self._giving_back.cancel()
             await self._watch.stop()
             await self._server.stop(grace_s)
             await self._link.stop()
             self._engine.close()
+        await self._grammars.stop()
         if self._channel is not None:
             await self._channel.close()
         self._telemetry.shutdown()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rorqual.core.errors import CheckpointError
+
+_log = logging.getLogger("tokenizer.checkpoint")
 
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -35,7 +38,10 @@ class TextCheckpoint:
 
 
 def read_checkpoint(folder: Path, *, chat_template_file: str = "") -> TextCheckpoint:
-    """Read the files of `folder`. CheckpointError names the file at fault and its cure."""
+    """Read the files of `folder`. CheckpointError names the file at fault and its cure.
+
+    What is assumed in place of a file that is absent is logged: a download may have stopped early.
+    """
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} is not a folder: --model takes a checkpoint in the Hugging Face layout "
@@ -52,6 +58,7 @@ def read_checkpoint(folder: Path, *, chat_template_file: str = "") -> TextCheckp
     tokenizer_config = _read_object(folder / "tokenizer_config.json")
     generation_config = _read_object(folder / "generation_config.json")
     config = _read_object(folder / "config.json")
+    _log_assumptions(folder, tokenizer_config, generation_config, config)
     return TextCheckpoint(
         folder=folder,
         tokenizer_json=_read_text(tokenizer_path),
@@ -71,9 +78,38 @@ def read_checkpoint(folder: Path, *, chat_template_file: str = "") -> TextCheckp
     )
 
 
+def _log_assumptions(
+    folder: Path, tokenizer_config: Mapping[str, Any], generation_config: Mapping[str, Any], config: Mapping[str, Any]
+) -> None:
+    file = folder / "tokenizer_config.json"
+    if not file.is_file():
+        _log.warning(
+            "%s is missing: no begin-of-sequence token is added to a text, and no special token has a name; if the model "
+            "was trained with one, its answers are of no use: download the file",
+            file,
+        )
+    elif not _token_string(tokenizer_config.get("bos_token")):
+        # (Some models have none, and then nobody names its id either.)
+        bos_id = next(
+            (c["bos_token_id"] for c in (generation_config, config) if c.get("bos_token_id") is not None), None
+        )
+        if bos_id is not None:
+            _log.warning(
+                "%s names no bos_token, though bos_token_id is %s in the files beside it: no begin-of-sequence token is "
+                "added to a text",
+                file,
+                bos_id,
+            )
+    if not (folder / "generation_config.json").is_file():
+        _log.info(
+            "%s is missing: requests that name no temperature, top_p … are sampled at temperature 1 from all tokens",
+            folder / "generation_config.json",
+        )
+
+
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # a byte-order mark before JSON or a template says nothing
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is not UTF-8: download it again ({error})", field="model") from error
 

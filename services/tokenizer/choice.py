@@ -24,12 +24,13 @@ class ChoiceRules:
     table: TokenText
     stop_token_ids: frozenset[int]
     stop_strings: StopStrings | None
-    min_tokens: int  # stop strings are not looked for in the text of so many tokens
+    min_tokens: int  # stop strings are not looked for in what so many tokens bring
     max_tokens: int | None  # None: the scheduler ends it
     syntax: OutputSyntax | None = None  # None: plain text
     start: Start = Start.CONTENT_CONTINUED
     forced_ids: tuple[int, ...] = ()  # the prompt's last tokens, where they begin the answer's first call
     max_calls: int | None = None  # the choice ends after so many
+    stop_in_reasoning: bool = False  # stop strings are looked for in the reasoning, too; never in calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +71,14 @@ class Output:
 
 
 class ChoiceMachine:
-    """Decoder, stop strings and parser of one choice, and its count of tokens."""
+    """Decoder, parser and stop strings of one choice, and its count of tokens."""
 
-    __slots__ = ("_decoder", "_due", "_matcher", "_parser", "_rules", "end", "num_reasoning_tokens", "num_tokens")
+    __slots__ = ("_decoder", "_due", "_parser", "_rules", "_stops", "end", "num_reasoning_tokens", "num_tokens")
 
     def __init__(self, rules: ChoiceRules) -> None:
         self._rules = rules
         self._decoder = IncrementalDecoder(rules.table)
-        self._matcher = StopMatcher(rules.stop_strings) if rules.stop_strings is not None else None
+        self._stops = _StopSearch(rules) if rules.stop_strings is not None else None
         self._parser = OutputParser(rules.syntax, rules.start) if rules.syntax is not None else None
         self._due: list[Event] = []  # of the prompt's own beginning of a call; given with the first token
         for token_id in rules.forced_ids:
@@ -92,7 +93,7 @@ class ChoiceMachine:
 
     def push(self, token_ids: Sequence[int]) -> Output:
         """Consume tokens up to the end of the text; after `end` is set nothing is consumed."""
-        rules, decoder, matcher, parser = self._rules, self._decoder, self._matcher, self._parser
+        rules, decoder, parser = self._rules, self._decoder, self._parser
         stop_ids, max_tokens, max_calls = rules.stop_token_ids, rules.max_tokens, rules.max_calls
         pieces: list[Piece] = []
         consumed = 0
@@ -106,20 +107,16 @@ class ChoiceMachine:
                 text = ""
             else:
                 text = decoder.push(token_id)
-                if matcher is not None and text and self.num_tokens > rules.min_tokens:
-                    text, stop_string = matcher.push(text)
-                    if stop_string is not None:
-                        self.end = End(stop_string=stop_string)
-                if self.end is None and self.num_tokens == max_tokens:
-                    self.end = End()
-            if parser is None:
-                _add_token(pieces, [Event(Kind.CONTENT, text)] if text else ())
-                continue
-            was_reasoning = parser.in_reasoning
-            events = parser.push(text) if text else []
+            was_reasoning = parser is not None and parser.in_reasoning
+            events = self._parse(text)
             if self._due:
                 events, self._due = [*self._due, *events], []
+            events = self._search(events)
+            if self.end is None and self.num_tokens == max_tokens:
+                self.end = End()
             _add_token(pieces, events)
+            if parser is None:
+                continue
             if was_reasoning and parser.in_reasoning:
                 self.num_reasoning_tokens += 1
             if max_calls is not None and parser.num_closed_calls >= max_calls and self.end in (None, End()):
@@ -131,20 +128,72 @@ class ChoiceMachine:
         return Output(consumed, pieces, self.end)
 
     def flush(self) -> list[Event]:
-        """What was still held back; called by `push` at an end of its own, else by whoever ends it."""
-        text = ""
-        if self.end is None or self.end.stop_string is None:
-            text = self._decoder.flush()
-            if self._matcher is not None:
-                # A replacement character may complete a stop string only in theory; at the end all is released.
-                text = self._matcher.flush() + text
-        events, self._due = [*self._due, *self._parse(text)], []
-        return [*events, *self._parser.flush()] if self._parser is not None else events
+        """What was still held back; called by `push` at an end of its own, else by whoever ends it.
+
+        Sets `end` where a stop string shows in it.
+        """
+        if self.end is not None and self.end.stop_string is not None:
+            return []  # all of it stands behind the stop string
+        events, self._due = [*self._due, *self._parse(self._decoder.flush())], []
+        if self._parser is not None:
+            events += self._parser.flush()
+        events = self._search(events)
+        if self._stops is not None and (self.end is None or self.end.stop_string is None):
+            events += self._stops.flush()
+        return events
+
+    def _search(self, events: list[Event]) -> list[Event]:
+        """`events` up to a stop string, which sets `end`."""
+        if self._stops is None or not events or self.num_tokens <= self._rules.min_tokens:
+            return events
+        events, stop_string = self._stops.push(events)
+        if stop_string is not None:
+            self.end = End(stop_string=stop_string)
+        return events
 
     def _parse(self, text: str) -> list[Event]:
         if not text:
             return []
         return self._parser.push(text) if self._parser is not None else [Event(Kind.CONTENT, text)]
+
+
+class _StopSearch:
+    """Looks for a choice's stop strings in what its text turned out to be: content, and reasoning where that is asked for.
+
+    A match lies in one stretch of one kind: what a call divides is two texts.
+    """
+
+    __slots__ = ("_kind", "_kinds", "_matcher", "_stop_strings")
+
+    def __init__(self, rules: ChoiceRules) -> None:
+        assert rules.stop_strings is not None
+        self._stop_strings = rules.stop_strings
+        self._kinds = (Kind.CONTENT, Kind.REASONING) if rules.stop_in_reasoning else (Kind.CONTENT,)
+        self._matcher = StopMatcher(rules.stop_strings)
+        self._kind = Kind.CONTENT  # of the stretch that the matcher is in
+
+    def push(self, events: list[Event]) -> tuple[list[Event], str | None]:
+        """(what may be given of `events`, the stop string that was found in them or None)."""
+        shown: list[Event] = []
+        for event in events:
+            if event.kind is not self._kind:
+                shown += self.flush()
+                self._kind = event.kind
+            if event.kind not in self._kinds:
+                shown.append(event)
+                continue
+            text, stop_string = self._matcher.push(event.text)
+            if text:
+                shown.append(Event(event.kind, text))
+            if stop_string is not None:
+                return shown, stop_string
+        return shown, None
+
+    def flush(self) -> list[Event]:
+        """The stretch ended: what may have begun a stop string did not."""
+        held = self._matcher.flush()
+        self._matcher = StopMatcher(self._stop_strings)
+        return [Event(self._kind, held)] if held else []
 
 
 def _add_token(pieces: list[Piece], events: Iterable[Event]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from rorqual.core.errors import InvalidRequestError
@@ -41,10 +41,16 @@ _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _OBJECTS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
 
 
-def compile_constraint(constraint: text_pb2.Constraint, engine: GrammarEngine) -> str:
+OnFault = Callable[[InvalidRequestError], None]
+
+
+def compile_constraint(
+    constraint: text_pb2.Constraint, engine: GrammarEngine, *, on_fault: OnFault | None = None
+) -> str:
     """The grammar's text, known to compile. INVALID_CONSTRAINT, or CONSTRAINT_TOO_COMPLEX, names the place at fault.
 
-    May take long: to be called off the event loop.
+    May take long, or end the process: `grammar_worker` calls it. `on_fault` is told of a fault before its place is
+    searched for.
     """
     kind = constraint.WhichOneof("constraint") or ""
     place = f"constraint.{kind}"
@@ -53,10 +59,13 @@ def compile_constraint(constraint: text_pb2.Constraint, engine: GrammarEngine) -
             schema = _read_schema(constraint.json_schema, place) if kind == "json_schema" else {"type": "object"}
             fault = fault_of(schema, engine)
             if fault is not None:
-                refuse(*(locate_fault(schema, engine, place) or (place, fault)))
+                refuse_schema(schema, engine, place, fault, on_fault=on_fault)
             return json_grammar(schema)
         case "regex":
-            text = regex_grammar(constraint.regex)
+            try:
+                text = regex_grammar(constraint.regex)
+            except GrammarError as error:
+                refuse(place, error)
         case "choices":
             texts = list(constraint.choices.texts)
             if not 1 <= len(texts) <= MAX_CHOICES or not all(texts):
@@ -78,9 +87,28 @@ def compile_constraint(constraint: text_pb2.Constraint, engine: GrammarEngine) -
 
 def refuse(place: str, fault: GrammarError | str, *, reason: str = "INVALID_CONSTRAINT") -> NoReturn:
     """`reason`: of a fault that is not one of cost."""
+    raise _refusal(place, fault, reason)
+
+
+def _refusal(place: str, fault: GrammarError | str, reason: str) -> InvalidRequestError:
     if isinstance(fault, GrammarCostError):
         reason = "CONSTRAINT_TOO_COMPLEX"
-    raise InvalidRequestError(f"{place}: {fault}", reason=reason, field=place)
+    return InvalidRequestError(f"{place}: {fault}", reason=reason, field=place)
+
+
+def refuse_schema(
+    schema: dict[str, Any],
+    engine: GrammarEngine,
+    place: str,
+    fault: GrammarError,
+    *,
+    reason: str = "INVALID_CONSTRAINT",
+    on_fault: OnFault | None = None,
+) -> NoReturn:
+    """Refuse `schema`, which has `fault`, with the innermost place at fault."""
+    if on_fault is not None:
+        on_fault(_refusal(place, fault, reason))
+    refuse(*(locate_fault(schema, engine, place) or (place, fault)), reason=reason)
 
 
 def _read_schema(text: str, place: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -25,7 +26,6 @@ from rorqual.core.errors import (
     RorqualError,
 )
 from rorqual.core.token_ids import unpack_token_ids
-from rorqual.grammar import GrammarEngine
 from rorqual.telemetry import (
     ATTR_CACHED_TOKENS,
     ATTR_FINISH_REASONS,
@@ -40,12 +40,14 @@ from rorqual.telemetry import (
 )
 from rorqual.v1 import common_pb2, text_pb2
 
+from .abandon import abandoned_by, check_wanted
 from .checkpoint import TextCheckpoint
 from .choice import ChoiceRules
-from .constraint import compile_constraint
 from .conversation import may_call
 from .formats.events import CallSyntax
 from .formats.output import OutputSyntax
+from .grammar_job import GrammarJob, calls_of
+from .grammars import Grammars, check_source
 from .link import SchedulerLink
 from .logprob_text import LogprobWriter
 from .model_watch import ModelWatch
@@ -54,13 +56,19 @@ from .prompt import Prompt, PromptBuilder, reasons_first
 from .run import RunSpec, TextRun
 from .sampling import check_options, check_token_ids, filled_sampling
 from .stop_strings import compile_stop_strings
-from .tool_grammar import compile_calls, is_strict, makes_one_call, must_call
+from .tool_grammar import is_strict, makes_one_call, must_call
 from .vocabulary import Vocabulary
 
 T = TypeVar("T")
 
 MAX_PREPARING = 4096
 """Requests being rendered and encoded, or waiting for it; further ones are refused."""
+
+MAX_TEXTS = 256
+"""Texts being encoded or decoded for no answer, or waiting for it; further ones are refused."""
+
+_TEXT_LIMITS = {"characters": (1 << 20, 16), "bytes": (4 << 20, 64), "tokens": (1 << 18, 4)}
+"""Of such a text: (what is taken in any case, how many times the model's length is)."""
 
 SHORT_BYTES = 1024
 SHORT_ALONE_BYTES = 8 * 1024
@@ -87,7 +95,7 @@ class TextEngine:
         telemetry: Telemetry,
         clock: Clock,
         served_model_name: str,
-        grammars: GrammarEngine | None = None,
+        grammars: Grammars | None = None,
         num_threads: int = 2,
     ) -> None:
         """`grammars`: None where structured output is refused."""
@@ -103,8 +111,9 @@ class TextEngine:
         self._tracer = telemetry.tracer
         self._clock = clock
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="encode")
-        self._grammar_pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")  # no prompt waits behind a schema
+        self._text_pool = ThreadPoolExecutor(1, thread_name_prefix="text")
         self._num_preparing = 0
+        self._num_texts = 0
         self._turn_s = 0.0  # what short prompts took in this turn of the event loop
         self._num_output_tokens = 0
         self._prompt_tokens = telemetry.metric("tokenizer_prompt_tokens_total")
@@ -117,7 +126,7 @@ class TextEngine:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._grammar_pool.shutdown(wait=False, cancel_futures=True)
+        self._text_pool.shutdown(wait=False, cancel_futures=True)
 
     def on_frame(self) -> None:
         """Counts are brought up to date once for each frame of the scheduler."""
@@ -167,15 +176,41 @@ class TextEngine:
         """TOKEN_OUT_OF_RANGE for an id that the model does not have."""
         check_token_ids(field, token_ids, self._vocab_size)
 
-    async def in_pool(self, work: Callable[[], T], pool: ThreadPoolExecutor | None = None) -> T:
-        """Run `work` off the event loop. QUEUE_FULL where too many are waiting for that."""
+    async def in_pool(self, work: Callable[[], T]) -> T:
+        """Run a prompt's `work` off the event loop. QUEUE_FULL where too many are waiting for that.
+
+        Cancelled, it does not begin, or ends with its next slice.
+        """
         if self._num_preparing >= MAX_PREPARING:
             raise QueueFullError(f"{MAX_PREPARING} prompts are being encoded already; try again later")
         self._num_preparing += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(pool or self._pool, work)
+            return await _in_thread(self._pool, work)
         finally:
             self._num_preparing -= 1
+
+    async def in_text_pool(self, work: Callable[[], T]) -> T:
+        """As `in_pool`, for texts that are encoded or decoded without an answer: no prompt waits behind them."""
+        if self._num_texts >= MAX_TEXTS:
+            raise QueueFullError(f"{MAX_TEXTS} texts are being encoded or decoded already; try again later")
+        self._num_texts += 1
+        try:
+            return await _in_thread(self._text_pool, work)
+        finally:
+            self._num_texts -= 1
+
+    def check_text(self, num: int, *, unit: str, field: str) -> None:
+        """TEXT_TOO_LONG for a text of `num` characters, or so many tokens, that is not for an answer."""
+        least, factor = _TEXT_LIMITS[unit]
+        limit = max(least, factor * self.max_model_len)
+        if num > limit:
+            raise InvalidRequestError(
+                f"{field} has {num} {unit}; at most {limit} are taken ({factor} times the model's length of "
+                f"{self.max_model_len}, and {least} at least): send it in parts",
+                reason="TEXT_TOO_LONG",
+                field=field,
+                metadata={"num": str(num), "limit": str(limit), "max_model_len": str(self.max_model_len)},
+            )
 
     def now_unix_s(self) -> int:
         return int(self._clock.time_s())
@@ -197,13 +232,13 @@ class TextEngine:
             attributes={ATTR_REQUEST_ID: options.request_id, ATTR_MODEL: self.model_name},
         )
         try:
-            self.check_model(options.model)
             self._watch.check_vocabulary()
             check_options(options, vocab_size=self._vocab_size, allow_no_tokens=not is_chat)
+            self.check_model(options.model)
             _check_resume(options)
             if isinstance(request, text_pb2.ChatRequest):
                 self._check_tools(request)
-            constrains = self._check_constraint(request)
+            constrains = await self._check_constraint(request)
             time_unix_s = options.resume.template_time_unix_s if options.HasField("resume") else self.now_unix_s()
             if self._is_short(request):
                 prompt = self._in_turn(lambda: self._prepare(request, time_unix_s, span, constrains))
@@ -212,7 +247,7 @@ class TextEngine:
             grammar = None
             if constrains:
                 after = self._after_token(request, prompt)
-                text, opening = await self.in_pool(lambda: self._compile(request, prompt), self._grammar_pool)
+                text, opening = await self._compile(request, prompt)
                 grammar = common_pb2.Grammar(text=text, after_token_id=after, opening_token_id=opening)
             self._check_prompt(prompt, options, field="messages" if is_chat else "prompt")
             if not (isinstance(request, text_pb2.CompleteRequest) and request.echo):
@@ -272,9 +307,15 @@ class TextEngine:
         self._render_seconds.observe(time.perf_counter() - began_s)
         return prompt
 
+    def check_chat(self, request: text_pb2.ChatRequest, *, field: str) -> None:
+        """TEXT_TOO_LONG for a chat that is rendered without an answer, and is longer than may be encoded."""
+        self.check_text(request.ByteSize(), unit="bytes", field=field)
+
     def render_chat(self, request: text_pb2.ChatRequest, time_unix_s: int) -> Prompt:
-        """The prompt that `start` would send. In the pool."""
-        return self.builder.chat(request, time_unix_s=time_unix_s, constrains=self.can_constrain)
+        """The prompt that `start` would send. In the texts' pool. TEXT_TOO_LONG where a template makes one of it."""
+        rendered = self.builder.render(request, time_unix_s=time_unix_s, constrains=self.can_constrain)
+        self.check_text(rendered.num_chars, unit="characters", field="messages")
+        return self.builder.encode(rendered)
 
     def _check_length(self, num_chars: int, *, field: str) -> None:
         """PROMPT_TOO_LONG for a text that cannot fit, whatever it says: encoding megabytes takes a minute of a thread."""
@@ -284,7 +325,11 @@ class TextEngine:
                 f"the prompt has {num_chars} characters, at least {num_chars // longest} tokens; the model takes "
                 f"{limit} with the generated ones: shorten it",
                 field=field,
-                metadata={"num_chars": str(num_chars), "max_model_len": str(limit)},
+                metadata={
+                    "num_chars": str(num_chars),
+                    "min_prompt_tokens": str(num_chars // longest),
+                    "max_model_len": str(limit),
+                },
             )
 
     def _check_prompt(self, prompt: Prompt, options: text_pb2.TextOptions, *, field: str) -> None:
@@ -365,6 +410,7 @@ class TextEngine:
                 start=prompt.start,
                 forced_ids=prompt.forced_ids,
                 max_calls=max_calls,
+                stop_in_reasoning=options.stop_in_reasoning,
             ),
             sampling=sampling,
             num_choices=max(options.num_choices, 1),
@@ -395,16 +441,21 @@ class TextEngine:
     @property
     def can_constrain(self) -> bool:
         """Whether what serves the model keeps to grammars."""
-        return self._grammars is not None and (self._watch.last is None or self._watch.last.takes_grammars)
+        has_engine = self._grammars is not None and self._grammars.is_available
+        return has_engine and (self._watch.last is None or self._watch.last.takes_grammars)
 
-    def _check_constraint(self, request: TextRequest) -> bool:
+    async def _check_constraint(self, request: TextRequest) -> bool:
         """Whether a grammar holds for the answer.
 
         UNSUPPORTED_CONSTRAINT where one that is asked for could not be kept: free text is never given in its place.
+        CONSTRAINT_TOO_COMPLEX where one is too long.
         """
+        check_source(request.options.constraint)
         wants = "constraint" if request.options.HasField("constraint") else ""
         if isinstance(request, text_pb2.ChatRequest) and not wants:
             wants = "tools" if is_strict(request) else "tool_choice" if must_call(request) else ""
+        if wants and self._grammars is not None:
+            await self._grammars.ready()
         if not wants or self.can_constrain:
             return bool(wants)
         if wants == "tool_choice":  # the prompt begins the call, which is as much as can be done
@@ -412,16 +463,15 @@ class TextEngine:
         what = "structured output" if wants == "constraint" else "strict"
         raise _unsupported(f"{what} is not supported by what serves this model", field=wants)
 
-    def _compile(self, request: TextRequest, prompt: Prompt) -> tuple[str, int | None]:
-        """(the grammar of the answer, or of what follows its reasoning; the token that opens what it holds for). In the grammars' pool."""
+    async def _compile(self, request: TextRequest, prompt: Prompt) -> tuple[str, int | None]:
+        """(the grammar of the answer, or of what follows its reasoning; the token that opens what it holds for)."""
         assert self._grammars is not None
-        options = request.options
-        text = compile_constraint(options.constraint, self._grammars) if options.HasField("constraint") else None
+        constraint = request.options.constraint if request.options.HasField("constraint") else None
         chat_format = self.builder.format_of(request) if isinstance(request, text_pb2.ChatRequest) else None
         if not isinstance(request, text_pb2.ChatRequest) or chat_format is None or not may_call(request):
-            assert text is not None
-            return text, None
-        return compile_calls(request, chat_format, self.vocabulary.control, prompt, self._grammars, beside=text)
+            return await self._grammars.compile(GrammarJob(constraint))
+        job = GrammarJob(constraint, calls_of(request), chat_format.name, prompt.forced_ids)
+        return await self._grammars.compile(job)
 
     def _after_token(self, request: TextRequest, prompt: Prompt) -> int | None:
         """The token that ends the reasoning, which a constraint leaves alone; None where the answer has none."""
@@ -476,6 +526,22 @@ class TextEngine:
             elif stats.cancelled:
                 span.set_status(Status(StatusCode.ERROR, "CANCELLED"))
         span.end()
+
+
+async def _in_thread(pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+    """What `work` returns or raises in `pool`. Cancelled, it is told that nobody waits for it."""
+    gone = threading.Event()
+
+    def run() -> T:
+        with abandoned_by(gone):
+            check_wanted()
+            return work()
+
+    try:
+        return await asyncio.get_running_loop().run_in_executor(pool, run)
+    except asyncio.CancelledError:
+        gone.set()
+        raise
 
 
 def _unsupported(message: str, *, field: str) -> InvalidRequestError:

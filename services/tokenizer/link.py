@@ -14,8 +14,9 @@ from typing import Protocol
 import grpc
 
 from rorqual.core.clock import Clock
-from rorqual.core.errors import InternalError, RorqualError, UnavailableError
+from rorqual.core.errors import InternalError, InvalidRequestError, RorqualError, UnavailableError
 from rorqual.rpc.light_sleep import LightSleep
+from rorqual.rpc.options import MAX_MESSAGE_BYTES
 from rorqual.rpc.status import from_error_proto
 from rorqual.v1 import generation_pb2, generation_pb2_grpc
 
@@ -26,6 +27,7 @@ _Call = grpc.aio.StreamStreamCall[
 _log = logging.getLogger(__name__)
 
 _MAX_FRAME_BYTES = 16 * 1024 * 1024
+_COMMAND_BYTES = 1024  # of a frame beside its only request
 _HEARTBEAT_S = 1.0
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
@@ -242,15 +244,38 @@ class SchedulerLink:
                     continue
                 if stream not in self._streams:
                     continue  # closed before it was sent: its close command does nothing
-                request = stream.listener.generate_request()
-                num_bytes += len(request.token_ids)
-                frame.commands.add(stream_id=stream_id, open=request)
-                if num_bytes > _MAX_FRAME_BYTES:
+                request = self._request_of(stream)
+                if request is None:
+                    continue
+                size = request.ByteSize()  # its grammar and salt may be longer than its ids
+                if num_bytes and num_bytes + size > _MAX_FRAME_BYTES:
                     await call.write(frame)
                     frame = generation_pb2.GenerationServiceSessionRequest()
                     num_bytes = 0
+                num_bytes += size
+                frame.commands.add(stream_id=stream_id).open.CopyFrom(request)
             if frame.commands or frame.HasField("heartbeat"):
                 await call.write(frame)
+
+    def _request_of(self, stream: UpstreamStream) -> generation_pb2.GenerateRequest | None:
+        """What opens `stream`; None where that cannot be written. Then it fails alone: the session goes on."""
+        error: RorqualError
+        try:
+            request = stream.listener.generate_request()
+            size = request.ByteSize()
+            if size <= MAX_MESSAGE_BYTES - _COMMAND_BYTES:
+                return request
+            error = InvalidRequestError(
+                f"the request takes {size} bytes on its way to the scheduler, {MAX_MESSAGE_BYTES - _COMMAND_BYTES} are the "
+                "most: make its prompt or its constraint shorter",
+                reason="REQUEST_TOO_LARGE",
+            )
+        except Exception:
+            _log.exception("a request could not be written")
+            error = InternalError("a request could not be written")
+        self._forget(stream)
+        stream.listener.on_error(error)
+        return None
 
     async def _read(self, call: _Call) -> None:
         while True:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rorqual.core.token_ids import unpack_token_ids
 from rorqual.v1 import common_pb2, text_pb2
@@ -33,6 +33,14 @@ class LogprobWriter:
         if not token_ids:
             return []
         return [self._token(token_ids[0]), *(self._entry(entry) for entry in logprobs)]
+
+    def prompt_parts(
+        self, token_ids: Sequence[int], logprobs: Sequence[common_pb2.TokenLogprobs], most: int
+    ) -> Iterator[list[text_pb2.TokenLogprobText]]:
+        """What `prompt` returns, in parts of at most `most` entries."""
+        yield self.prompt(token_ids, logprobs[: most - 1])
+        for start in range(most - 1, len(logprobs), most):
+            yield self.generated(logprobs[start : start + most])
 
     def _entry(self, entry: common_pb2.TokenLogprobs) -> text_pb2.TokenLogprobText:
         result = self._token(entry.token_id, entry.logprob)

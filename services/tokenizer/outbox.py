@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 from rorqual.core.errors import RorqualError
@@ -12,6 +12,7 @@ from rorqual.v1 import common_pb2, text_pb2
 
 _MAX_FRAME_BYTES = 16 * 1024 * 1024
 _MAX_MERGED_BYTES = 4096
+_EVENT_BYTES = 16  # what an event takes beside its own bytes
 
 
 class EventsMessage(Protocol):
@@ -19,6 +20,8 @@ class EventsMessage(Protocol):
 
     @property
     def events(self) -> Any: ...
+
+    def ByteSize(self) -> int: ...
 
 
 Response = TypeVar("Response", bound=EventsMessage)
@@ -135,7 +138,13 @@ class CallOutbox(Generic[Response]):
             self._wake.clear()
             if self._response.events:
                 response, self._response = self._response, self._response_type()
-                yield response
+                if response.ByteSize() <= _MAX_FRAME_BYTES:
+                    yield response
+                else:
+                    for run in _split_events(response.events):
+                        part = self._response_type()
+                        part.events.extend(run)
+                        yield part
             if self._ended and not self._response.events:
                 if self._error is not None:
                     raise self._error
@@ -216,14 +225,39 @@ class SessionSink:
         self.end()
 
 
-def _split(frame: text_pb2.TextServiceSessionResponse) -> list[text_pb2.TextServiceSessionResponse]:
-    """`frame` as several, each under the limit as far as a single stream's events allow."""
-    parts = [text_pb2.TextServiceSessionResponse()]
+def _split(frame: text_pb2.TextServiceSessionResponse) -> Iterator[text_pb2.TextServiceSessionResponse]:
+    """`frame` as several, each under the limit as far as single events allow. A stream's error follows its last events."""
+    part = text_pb2.TextServiceSessionResponse()
+    if frame.HasField("heartbeat"):
+        part.heartbeat.CopyFrom(frame.heartbeat)
     size = 0
     for entry in frame.streams:
-        size += (own := entry.ByteSize())
-        if parts[-1].streams and size > _MAX_FRAME_BYTES:
-            parts.append(text_pb2.TextServiceSessionResponse())
-            size = own
-        parts[-1].streams.append(entry)
-    return parts
+        here = part.streams.add(stream_id=entry.stream_id)
+        for event in entry.events:
+            own = event.ByteSize() + _EVENT_BYTES
+            if size and size + own > _MAX_FRAME_BYTES:
+                yield part
+                part = text_pb2.TextServiceSessionResponse()
+                here = part.streams.add(stream_id=entry.stream_id)
+                size = 0
+            here.events.append(event)
+            size += own
+        if entry.HasField("error"):
+            here.error.CopyFrom(entry.error)
+            size += entry.error.ByteSize()
+        size += _EVENT_BYTES
+    yield part
+
+
+def _split_events(events: Any) -> Iterator[list[text_pb2.TextEvent]]:
+    """`events` in runs under the limit, as far as single ones allow."""
+    run: list[text_pb2.TextEvent] = []
+    size = 0
+    for event in events:
+        own = event.ByteSize() + _EVENT_BYTES
+        if run and size + own > _MAX_FRAME_BYTES:
+            yield run
+            run, size = [], 0
+        run.append(event)
+        size += own
+    yield run

@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from .abandon import check_wanted
 from .splits import Cut
 
 Encode = Callable[[list[str]], Sequence[Sequence[int]]]
 
 MAX_PIECES = 1 << 16  # in each of the two halves of the memory
+MAX_PIECES_BYTES = 8 << 20  # of each half
+_PIECE_BYTES = 200  # of a piece beside its characters and ids
 MAX_PIECE_CHARS = 48
 """Longer pieces are seldom met again."""
 MAX_LEARNED = 96
@@ -136,6 +139,7 @@ class PieceEncoder:
         self._encode_texts = encode_texts
         self._tokens: dict[str, tuple[int]] = {}
         self._new: dict[str, tuple[int, ...]] = {}
+        self._new_bytes = 0
         self._old: dict[str, tuple[int, ...]] = {}
 
     def use_tokens(self, tokens: dict[str, tuple[int]]) -> None:
@@ -151,6 +155,7 @@ class PieceEncoder:
         for part in self._parts(text):
             if len(part) > MAX_PART_CHARS:
                 return None
+            check_wanted()
             if parts:
                 time.sleep(0)  # whoever waits for the interpreter gets it: streams go on beside a long text
             ids = self._ids_of(part)
@@ -179,9 +184,11 @@ class PieceEncoder:
             found[at] = ids
         learned = list(unknown)[:MAX_LEARNED]
         unknown.update(zip(learned, map(tuple, self._encode(learned) if learned else ()), strict=True))
-        if len(new) > MAX_PIECES:
-            self._old, self._new = new, {}
-        self._new.update((piece, unknown[piece]) for piece in learned if len(piece) <= MAX_PIECE_CHARS)
+        if len(new) > MAX_PIECES or self._new_bytes > MAX_PIECES_BYTES:
+            self._old, self._new, self._new_bytes = new, {}, 0
+        kept = [piece for piece in learned if len(piece) <= MAX_PIECE_CHARS]
+        self._new_bytes += sum(_PIECE_BYTES + 4 * len(piece) + 40 * len(unknown[piece]) for piece in kept)
+        self._new.update((piece, unknown[piece]) for piece in kept)
         if len(unknown) > len(learned):
             return None
         for at in gaps if unknown else ():

@@ -135,6 +135,10 @@ class PromptBuilder:
     def complete(self, request: text_pb2.CompleteRequest) -> Prompt:
         """The prompt of a completion. EMPTY_PROMPT."""
         kind = request.WhichOneof("prompt")
+        if kind is None:  # an empty text is one that was given: it is the begin-of-sequence token
+            raise InvalidRequestError(
+                "the request has no prompt: give text or token_ids", reason="EMPTY_PROMPT", field="prompt"
+            )
         if kind == "token_ids":
             try:
                 token_ids: Sequence[int] = unpack_token_ids(request.token_ids)

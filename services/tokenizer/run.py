@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rorqual.core.clock import Clock
-from rorqual.core.errors import DeadlineExceededError, NumericalFaultError, RorqualError
+from rorqual.core.errors import DeadlineExceededError, InternalError, NumericalFaultError, RorqualError
 from rorqual.core.token_ids import unpack_token_ids
 from rorqual.rpc.status import to_error_proto
 from rorqual.v1 import common_pb2, generation_pb2, text_pb2
@@ -21,6 +22,10 @@ from .logprob_text import LogprobWriter
 from .outbox import EventList, EventSink, add_call, add_text
 from .prompt import Prompt
 
+_log = logging.getLogger(__name__)
+
+ECHO_SLICE_TOKENS = 4096
+"""Of a prompt, whose log-probabilities one event holds: with 20 alternatives some 3 MiB, and 0.1 s of the event loop."""
 ATTEMPTS_OF_A_CALLER = 1 << 16
 """A caller's attempt counts this many of ours, so that its resume overtakes any of ours."""
 
@@ -140,6 +145,7 @@ class TextRun:
         for choice in self.choices:
             choice.close()
         self._on_done(self)
+        self.choices = []  # each has this run: nothing of a request is to wait for the collector of cycles
 
     def accept(self, started: generation_pb2.Started | None = None) -> None:
         """Tell the caller, once, what it needs for a resume; and the prompt where it is echoed."""
@@ -184,7 +190,9 @@ class ChoiceRun:
     """One choice: its history here, its stream at the scheduler. The link's listener."""
 
     __slots__ = (
+        "_after_echo",
         "_echo_due",
+        "_echoing",
         "_history",
         "_index",
         "_num_opened",
@@ -203,6 +211,8 @@ class ChoiceRun:
         self._stream: UpstreamStream | None = None
         self._num_opened = 0
         self._told = False  # its end has been told
+        self._echoing: asyncio.Task[None] | None = None  # what writes a long prompt's log-probabilities
+        self._after_echo: list[Callable[[], None]] = []  # what was said meanwhile
         self.machine = ChoiceMachine(spec.rules)
         # What was delivered before is run silently: the caller has what it made.
         consumed = self.machine.push(unpack_token_ids(history)).num_tokens
@@ -221,6 +231,9 @@ class ChoiceRun:
 
     def close(self) -> None:
         """Whatever it still holds at the scheduler is freed."""
+        if self._echoing is not None and self._echoing is not asyncio.current_task():
+            self._echoing.cancel()
+        self._after_echo.clear()
         if self._stream is not None:
             self._run.link.cancel(self._stream)
             self._stream = None
@@ -269,9 +282,14 @@ class ChoiceRun:
 
     def on_delta(self, delta: generation_pb2.TokenDelta) -> None:
         run = self._run
+        if self._echoing is not None:
+            self._after_echo.append(lambda: self.on_delta(delta))
+            return
         run.accept()
-        if self._wants_prompt_logprobs:  # they come with the first tokens
-            self._echo(delta.prompt_logprobs)
+        if self._wants_prompt_logprobs and self._echo(delta.prompt_logprobs):  # they come with the first tokens
+            delta.ClearField("prompt_logprobs")
+            self._after_echo.append(lambda: self.on_delta(delta))
+            return
         packed = delta.token_ids
         output = self.machine.push(unpack_token_ids(packed))
         if output.num_tokens * 4 != len(packed):
@@ -292,6 +310,9 @@ class ChoiceRun:
 
     def on_finished(self, finished: generation_pb2.Finished) -> None:
         run = self._run
+        if self._echoing is not None:
+            self._after_echo.append(lambda: self.on_finished(finished))
+            return
         run.accept()
         self._stream = None
         if self._told:
@@ -301,6 +322,9 @@ class ChoiceRun:
         events = run.sink.events()
         for piece in pieces_of(self.machine.flush()):
             self._add_piece(events, piece, b"")
+        if self.machine.end is not None:  # a stop string stood in what was held back
+            self._tell_end(self.machine.end)
+            return
         event = events.add()
         event.choice_index = self._index
         event.finished.reason = finished.reason
@@ -321,6 +345,9 @@ class ChoiceRun:
     def on_error(self, error: RorqualError) -> None:
         run = self._run
         self._stream = None
+        if self._echoing is not None and isinstance(error, NumericalFaultError):
+            self._after_echo.append(lambda: self.on_error(error))
+            return
         if not isinstance(error, NumericalFaultError):  # which ends its choice only
             run.fail(error)
             return
@@ -340,16 +367,47 @@ class ChoiceRun:
         if self._echo_due and not self._wants_prompt_logprobs:
             self._echo(())
 
-    def _echo(self, logprobs: Sequence[common_pb2.TokenLogprobs]) -> None:
+    def _echo(self, logprobs: Sequence[common_pb2.TokenLogprobs]) -> bool:
+        """Tell the prompt. Whether that goes on: what else is said of the choice waits for it."""
         prompt, writer = self._run.spec.prompt, self._run.spec.logprob_writer
         self._echo_due = self._wants_prompt_logprobs = False
+        token_ids = unpack_token_ids(prompt.packed_ids)
+        parts: Iterator[list[text_pb2.TokenLogprobText]] = iter(([],))
+        if logprobs and writer is not None:
+            if len(logprobs) + 1 != len(token_ids):
+                raise ValueError(f"{len(logprobs)} log-probabilities for a prompt of {len(token_ids)} tokens")
+            parts = writer.prompt_parts(token_ids, list(logprobs), ECHO_SLICE_TOKENS)
         event = self._run.sink.events().add()
         event.choice_index = self._index
         event.echo.token_ids = prompt.packed_ids
         if self._run.spec.echo:
             event.echo.text = prompt.text
-        if logprobs and writer is not None:
-            event.echo.logprobs.extend(writer.prompt(unpack_token_ids(prompt.packed_ids), logprobs))
+        event.echo.logprobs.extend(next(parts))
+        if len(logprobs) < ECHO_SLICE_TOKENS:
+            return False
+        self._echoing = asyncio.get_running_loop().create_task(self._echo_on(parts))
+        return True
+
+    async def _echo_on(self, parts: Iterator[list[text_pb2.TokenLogprobText]]) -> None:
+        """The rest of a long prompt's log-probabilities, as events of their own: no message is too long, and other streams
+        go on meanwhile. What the scheduler says of this choice waits."""
+        run = self._run
+        try:
+            for part in parts:
+                event = run.sink.events().add()
+                event.choice_index = self._index
+                event.echo.logprobs.extend(part)
+                run.sink.wake()
+                await asyncio.sleep(0)
+            self._echoing = None
+            waiting, self._after_echo = self._after_echo, []
+            for said in waiting:
+                if not run.is_done:
+                    said()
+        except Exception:
+            _log.exception("the log-probabilities of a prompt could not be written")
+            self._echoing = None
+            run.fail(InternalError("the log-probabilities of the prompt could not be written"))
 
     def _tell_tokens(self, packed: bytes, output: Output, delta: generation_pb2.TokenDelta) -> None:
         events = self._run.sink.events()

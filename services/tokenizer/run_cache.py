@@ -8,6 +8,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 MAX_BYTES = 64 * 1024 * 1024
+MAX_ENTRY_BYTES = 8 * 1024 * 1024
+"""Of a text and its ids: longer ones would put out what many conversations need."""
 MIN_CHARS = 64
 """Shorter texts are encoded as fast as they are looked up."""
 _ENTRY_BYTES = 200  # of an entry beside its text and ids
@@ -44,7 +46,7 @@ class RunCache:
         return out
 
     def _keep(self, text: str, ids: array[int]) -> None:
-        if text in self._ids:
+        if text in self._ids or _size(text, ids) > MAX_ENTRY_BYTES:
             return
         self._ids[text] = ids
         self.num_bytes += _size(text, ids)

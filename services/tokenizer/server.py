@@ -10,7 +10,9 @@ from typing import Any
 import grpc
 
 from rorqual.core.errors import InvalidRequestError, RorqualError
+from rorqual.core.limits import check_strings
 from rorqual.core.token_ids import pack_token_ids, unpack_token_ids
+from rorqual.rpc.limits import check_options as check_limits
 from rorqual.telemetry import context_from_pairs
 from rorqual.v1 import text_pb2, text_pb2_grpc
 
@@ -20,6 +22,10 @@ from .outbox import CallOutbox
 from .session import TextSession
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def _check_name(model: str) -> None:
+    check_strings([("model", model)])
 
 
 class TextServicer(text_pb2_grpc.TextServiceServicer):
@@ -67,41 +73,52 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
                 await reader
 
     async def Tokenize(self, request: text_pb2.TokenizeRequest, context: Context) -> text_pb2.TokenizeResponse:
-        engine = self._engine
+        engine, vocabulary = self._engine, self._engine.vocabulary
+        _check_name(request.model)
         engine.check_model(request.model)
-        vocabulary = engine.vocabulary
-        if request.WhichOneof("input") == "chat":
-            time_unix_s = engine.now_unix_s()
-            prompt = await engine.in_pool(lambda: engine.render_chat(request.chat, time_unix_s))
-            packed = prompt.packed_ids
+        max_model_len = engine.model_info().max_model_len
+        time_unix_s = engine.now_unix_s()
+        kind = request.WhichOneof("input")
+        if kind is None:
+            raise InvalidRequestError("the request has no input: give text or chat", field="input")
+        is_chat = kind == "chat"
+        if is_chat:
+            check_limits(request.chat.options)
+            engine.check_chat(request.chat, field="messages")
         else:
-            with_special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-            encode = vocabulary.encode_prompt if with_special else vocabulary.encode
-            packed = pack_token_ids(await engine.in_pool(lambda: encode(request.text)))
-        return text_pb2.TokenizeResponse(
-            token_ids=packed,
-            max_model_len=engine.model_info().max_model_len,
-            token_strings=vocabulary.token_strings(unpack_token_ids(packed)) if request.return_token_strings else None,
-        )
+            engine.check_text(len(request.text), unit="characters", field="prompt")
+
+        def work() -> text_pb2.TokenizeResponse:
+            if is_chat:
+                packed = engine.render_chat(request.chat, time_unix_s).packed_ids
+            else:
+                with_special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+                packed = pack_token_ids((vocabulary.encode_prompt if with_special else vocabulary.encode)(request.text))
+            strings = vocabulary.token_strings(unpack_token_ids(packed)) if request.return_token_strings else None
+            return text_pb2.TokenizeResponse(token_ids=packed, max_model_len=max_model_len, token_strings=strings)
+
+        return await engine.in_text_pool(work)
 
     async def Detokenize(self, request: text_pb2.DetokenizeRequest, context: Context) -> text_pb2.DetokenizeResponse:
-        engine = self._engine
+        engine, vocabulary = self._engine, self._engine.vocabulary
+        _check_name(request.model)
         engine.check_model(request.model)
+        engine.check_text(len(request.token_ids) // 4, unit="tokens", field="token_ids")
         try:
             token_ids = unpack_token_ids(request.token_ids)
         except ValueError as error:
             raise InvalidRequestError(str(error), field="token_ids") from error
         engine.check_ids("token_ids", token_ids)
-        vocabulary = engine.vocabulary
         table = vocabulary.plain_text if request.skip_special_tokens else vocabulary.raw_text
-        return text_pb2.DetokenizeResponse(text=await engine.in_pool(lambda: decode_all(table, token_ids)))
+        return text_pb2.DetokenizeResponse(text=await engine.in_text_pool(lambda: decode_all(table, token_ids)))
 
     async def RenderChat(self, request: text_pb2.RenderChatRequest, context: Context) -> text_pb2.RenderChatResponse:
-        engine = self._engine
-        engine.check_model(request.chat.options.model)
-        options = request.chat.options
+        engine, options = self._engine, request.chat.options
+        check_limits(options)
+        engine.check_model(options.model)
+        engine.check_chat(request.chat, field="messages")
         time_unix_s = options.resume.template_time_unix_s if options.HasField("resume") else engine.now_unix_s()
-        prompt = await engine.in_pool(lambda: engine.render_chat(request.chat, time_unix_s))
+        prompt = await engine.in_text_pool(lambda: engine.render_chat(request.chat, time_unix_s))
         return text_pb2.RenderChatResponse(text=prompt.text, token_ids=prompt.packed_ids)
 
     async def ListModels(self, request: text_pb2.ListModelsRequest, context: Context) -> text_pb2.ListModelsResponse:

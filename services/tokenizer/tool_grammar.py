@@ -10,7 +10,7 @@ from typing import Any
 from rorqual.grammar import GrammarEngine, GrammarError, json_grammar
 from rorqual.v1 import text_pb2
 
-from .constraint import fault_of, locate_fault, refuse
+from .constraint import OnFault, fault_of, refuse, refuse_schema
 from .control_tokens import ControlTokens
 from .conversation import may_call
 from .formats.base import ChatFormat
@@ -47,11 +47,15 @@ def compile_calls(
     engine: GrammarEngine,
     *,
     beside: str | None,
+    any_object: bool = False,
+    on_fault: OnFault | None = None,
 ) -> tuple[str, int | None]:
     """(the grammar's text, known to compile; the token after which it holds, None where it always does). INVALID_TOOLS, or CONSTRAINT_TOO_COMPLEX, names the place in a strict tool's
     schema that is at fault.
 
-    `beside`: the grammar of an answer that may come in place of calls. May take long: to be called off the event loop.
+    `beside`: the grammar of an answer that may come in place of calls. `any_object`: what tools that are not strict take,
+    whatever their schemas say. May take long, or end the process: `grammar_worker` calls it. `on_fault` is told of a fault
+    in a schema before its place is searched for.
     """
     name = request.tool_choice.function_name
     forced = must_call(request)
@@ -68,7 +72,7 @@ def compile_calls(
         after_text=not forced and beside is None,
     )
     fault = GrammarError("")
-    for trial in _trials(tools, engine):
+    for trial in _trials(tools, engine, any_object=any_object):
         try:
             text = call_grammar(chat_format, replace(rules, tools=trial), control)
             engine.compile(text)
@@ -81,19 +85,22 @@ def compile_calls(
     for (index, _), tool in zip(given, tools, strict=True):
         place = f"tools[{index}].function.parameters"
         if tool.strict and (alone := fault_of(tool.schema, engine)) is not None:
-            refuse(*(locate_fault(tool.schema, engine, place) or (place, alone)), reason="INVALID_TOOLS")
+            refuse_schema(tool.schema, engine, place, alone, reason="INVALID_TOOLS", on_fault=on_fault)
     refuse("tools", fault, reason="INVALID_TOOLS")
 
 
-def _trials(tools: list[CallableTool], engine: GrammarEngine) -> Iterator[list[CallableTool]]:
+def _trials(tools: list[CallableTool], engine: GrammarEngine, *, any_object: bool) -> Iterator[list[CallableTool]]:
     """The tools as they are; then of those that are not strict what can be enforced, and at last only that they take an
     object: they worked, or did not, before anybody looked at their schemas."""
+    least = [tool if tool.strict else replace(tool, schema=_ANY_OBJECT) for tool in tools]
+    if any_object:
+        yield least
+        return
     yield tools
     if all(tool.strict for tool in tools):
         return
-    any_object = [tool if tool.strict else replace(tool, schema=_ANY_OBJECT) for tool in tools]
-    yield [free if _fails(tool, engine) else tool for tool, free in zip(tools, any_object, strict=True)]
-    yield any_object
+    yield [free if _fails(tool, engine) else tool for tool, free in zip(tools, least, strict=True)]
+    yield least
 
 
 def _fails(tool: CallableTool, engine: GrammarEngine) -> bool:

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from rorqual.core.control_tokens import is_control_token
 from rorqual.core.errors import CheckpointError, InvalidRequestError
 
+from .abandon import check_wanted
 from .checkpoint import TextCheckpoint
 from .control_tokens import ControlTokens, Segment, cut_control
 from .formats.marks import END_THINK, THINK, Marks
@@ -224,8 +225,11 @@ class Vocabulary:
         # Several at once wait for the library's own threads, which another batch may keep for seconds; one does not. Short
         # ones may be on the event loop, and one by one they take no longer.
         batches = [[text] for text in texts] if sum(map(len, texts)) <= _FEW_CHARS else [texts]
-        encode = tokenizer.encode_batch_fast
-        return self._checked([run.ids for batch in batches for run in encode(batch, add_special_tokens=False)])
+        ids: list[list[int]] = []
+        for batch in batches:
+            check_wanted()
+            ids += [run.ids for run in tokenizer.encode_batch_fast(batch, add_special_tokens=False)]
+        return self._checked(ids)
 
     def _checked(self, encoded: list[list[int]]) -> list[list[int]]:
         if any(not self.control_ids.isdisjoint(ids) for ids in encoded):

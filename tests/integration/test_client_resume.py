@@ -272,17 +272,17 @@ async def test_wrong_messages_are_named(messages: Any, message: str) -> None:
 
 
 PARAM_FAULTS: Sequence[tuple[dict[str, Any], str]] = [
-    ({"temperature": -0.1}, "temperature must be at least 0, got -0.1"),
+    ({"temperature": -0.1}, "temperature must be 0 to 100, got -0.1"),
     ({"temperature": float("nan")}, "temperature"),
-    ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
+    ({"top_p": 0.0}, "top_p must be 1.17549e-38 to 1, got 0"),
     ({"top_k": -2}, "top_k"),
     ({"min_p": 1.5}, "min_p"),
-    ({"n": 0}, "n must be at least 1 and at most 128, got 0"),
+    ({"n": 0}, "n must be 1 to 128, got 0"),
     ({"n": 129}, "n must"),
-    ({"max_tokens": 0}, "max_tokens must be at least 1"),
+    ({"max_tokens": 0}, "max_tokens must be 1 to"),
     ({"max_tokens": 2, "min_tokens": 3}, "min_tokens .3. must not exceed max_tokens .2."),
     ({"presence_penalty": 3}, "presence_penalty"),
-    ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
+    ({"repetition_penalty": 0}, "repetition_penalty must be 0.01 to 100, got 0"),
     ({"logprobs": 21}, "logprobs"),
     ({"stop": ["a"] * 17}, "at most 16"),
     ({"stop": ""}, "1 to 1024 bytes"),

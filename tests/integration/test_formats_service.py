@@ -222,12 +222,15 @@ async def test_an_answer_that_ends_inside_a_call(format_name: str) -> None:
             for call in heard.calls.get(0, {}).values():
                 assert '{"city": "Paris"}'.startswith(call.arguments)
                 assert heard.content == {0: "ok"}
-        # The caller's own stop token or stop string ends the text, not the model's turn.
+        # The caller's own stop token ends the text, not the model's turn; a stop string cuts the content alone.
         stop = common_pb2.SamplingParams(stop_token_ids=[ids[-2]])
         by_token = await hear(stack.stub.Chat(ask(sampling=stop)))
-        by_string = await hear(stack.stub.Chat(ask(stop=["Par"])))
+        by_string = await hear(stack.stub.Chat(ask(stop=["k"])))
+        not_at_all = await hear(stack.stub.Chat(ask(stop=["Par"])))
     assert by_token.finished[0].reason == by_string.finished[0].reason == common_pb2.FINISH_REASON_STOP
-    assert by_string.calls[0][0].arguments == '{"city": "'
+    assert (by_string.content, by_string.calls) == ({0: "o"}, {})
+    assert not_at_all.finished[0].reason != common_pb2.FINISH_REASON_STOP or not not_at_all.finished[0].stop_string
+    assert json.loads(not_at_all.calls[0][0].arguments) == {"city": "Paris"}
 
 
 async def test_log_probabilities_of_calls_are_one_a_token() -> None:

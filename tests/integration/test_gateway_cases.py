@@ -16,17 +16,9 @@ import pytest_asyncio
 from gateway.anthropic.schema import CountTokensBody, MessagesBody
 from gateway.openai.conversation import MAX_TOOLS
 from gateway.openai.response_schema import ResponsesBody
-from gateway.openai.schema import (
-    MAX_CHOICES,
-    MAX_LOGIT_BIAS,
-    MAX_STOP_TOKEN_IDS,
-    MAX_STOPS,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-)
+from gateway.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from rorqual.core.config import TokenizerConfig
+from rorqual.core.limits import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from rorqual.v1 import generation_pb2
 from services.tokenizer.app import TokenizerApp
 from tests.support.running_gateway import RunningGateway, running_gateway
@@ -102,7 +94,7 @@ async def chain(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sourc
     )
     text_port = await app.start()
     try:
-        async with running_gateway(f"127.0.0.1:{text_port}") as http:
+        async with running_gateway(f"127.0.0.1:{text_port}", best_priority=-(2**31)) as http:
             yield Source(http, scheduler)
     finally:
         await app.stop(0)
@@ -379,7 +371,7 @@ async def test_the_most_that_a_schema_takes_every_part_takes(source: Source) -> 
     """No limit further down is lower than what the API promises."""
     call = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     for path, fields in (
-        ("chat/completions", {"stop": [f"{number:04d}" + "é" * 510 for number in range(MAX_STOPS)]}),
+        ("chat/completions", {"stop": [f"{number:04d}" + "é" * 510 for number in range(MAX_STOP_STRINGS)]}),
         ("chat/completions", {"stop_token_ids": list(range(1000, 1000 + MAX_STOP_TOKEN_IDS))}),
         ("chat/completions", {"logit_bias": {str(number): 100 for number in range(1000, 1000 + MAX_LOGIT_BIAS)}}),
         ("chat/completions", {"n": MAX_CHOICES}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -102,6 +103,23 @@ def test_messages(anthropic_client: anthropic.Anthropic) -> None:
     assert final.usage.output_tokens == whole.usage.output_tokens <= 16
 
 
+def test_two_sessions_share_their_prefix_whatever_stands_in_their_line_for_billing(
+    anthropic_client: anthropic.Anthropic,
+) -> None:
+    long = " ".join(f"Rule {number}: be brief." for number in range(150))
+
+    def ask(session: str) -> Any:
+        line = f"x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch={session};"
+        system: Any = [{"type": "text", "text": line}, {"type": "text", "text": long}]
+        counted = anthropic_client.messages.count_tokens(model="tiny", messages=HI, system=system).input_tokens
+        usage = anthropic_client.messages.create(model="tiny", max_tokens=1, messages=HI, system=system).usage
+        assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+        return usage
+
+    first, second = ask("36ee5"), ask("0b8")
+    assert second.cache_read_input_tokens > 0.9 * (first.input_tokens + (first.cache_read_input_tokens or 0))
+
+
 def test_an_assistants_turn_is_continued(anthropic_client: anthropic.Anthropic, http: httpx.Client) -> None:
     turns: Any = [*HI, {"role": "assistant", "content": "Whales eat"}]
     count = anthropic_client.messages.count_tokens(model="tiny", messages=turns).input_tokens
@@ -128,14 +146,21 @@ def test_what_needs_no_key(http: httpx.Client) -> None:
 
 
 def test_refusals_of_both_dialects(openai_client: openai.OpenAI, anthropic_client: anthropic.Anthropic) -> None:
-    long = "word " * 20_000
+    long = "word " * 6000
     with pytest.raises(openai.BadRequestError) as too_long:
         openai_client.responses.create(model="tiny", input=long)
     assert (too_long.value.code, too_long.value.param) == ("context_length_exceeded", "input")
+    assert isinstance(too_long.value.body, dict)
+    assert re.fullmatch(
+        r"This model's maximum context length is 4096 tokens\. However, your messages resulted in 60\d\d tokens\. "
+        r"Please reduce the length of the messages\.",
+        too_long.value.body["message"],
+    )
     with pytest.raises(anthropic.BadRequestError) as also:
         anthropic_client.messages.create(model="tiny", max_tokens=4, messages=[{"role": "user", "content": long}])
     assert isinstance(also.value.body, dict)
     assert also.value.body["error"]["type"] == "invalid_request_error"
+    assert re.fullmatch(r"prompt is too long: 60\d\d tokens > 4096 maximum", also.value.body["error"]["message"])
     with pytest.raises(openai.NotFoundError):
         openai_client.responses.create(model="nobody", input="x")
     with pytest.raises(anthropic.NotFoundError):

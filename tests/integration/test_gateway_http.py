@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -97,15 +98,30 @@ async def test_a_client_that_sends_too_much_still_reads_the_answer(http: Running
     assert (await http.client.post("/v1/chat/completions", json=CHAT)).status_code == 200
 
 
-async def test_a_body_that_does_not_come_is_a_408(http: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.asgi.BODY_TIMEOUT_S", 0.1)
-    reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
-    writer.write(b'POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"prompt"')
-    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
-    assert head.startswith(b"HTTP/1.1 408 ")
-    body = json.loads(await asyncio.wait_for(reader.readuntil(b"}}"), 5))
-    assert body["error"]["type"] == "timeout_error"
-    writer.close()
+async def test_a_body_that_does_not_come_is_a_408(
+    tokenizer: ScriptedTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However it trickles in; and the connection is not held by what still comes of it."""
+    monkeypatch.setattr("gateway.http1.UNREAD_BODY_S", 0.2)
+    async with running_gateway(tokenizer.address, body_timeout_s=0.3) as http:
+        reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+        writer.write(b'POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n{"prompt"')
+
+        async def trickle() -> None:
+            while True:
+                writer.write(b" ")
+                await asyncio.sleep(0.01)
+
+        trickling = asyncio.create_task(trickle())
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        assert head.startswith(b"HTTP/1.1 408 ")
+        body = json.loads(await asyncio.wait_for(reader.readuntil(b"}}"), 5))
+        assert body["error"]["type"] == "timeout_error"
+        assert "within 0.3 s" in body["error"]["message"]
+        with contextlib.suppress(ConnectionResetError):
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+        trickling.cancel()
+        writer.close()
 
 
 async def test_paths_and_methods(http: RunningGateway) -> None:
@@ -144,26 +160,25 @@ async def test_a_head_without_end_is_refused_however_it_trickles_in(http: Runnin
     writer.close()
 
 
-async def test_a_head_that_does_not_come_is_a_408(http: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_head_that_does_not_come_is_a_408(tokenizer: ScriptedTokenizer) -> None:
     """Also on a connection that was used before; one that says nothing at all is closed."""
-    monkeypatch.setattr("gateway.http1.HEAD_TIMEOUT_S", 0.3)
-    whole = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
-    for before in (b"", whole):
+    async with running_gateway(tokenizer.address, head_timeout_s=0.3) as http:
+        whole = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
+        for before in (b"", whole):
+            reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+            writer.write(before)
+            if before:
+                await asyncio.wait_for(reader.readuntil(b'"ok"}'), 5)
+                await asyncio.sleep(0.6)  # idle between two requests is no late head
+            writer.write(b"GET /health/live HTT")
+            answer = await asyncio.wait_for(reader.read(), 5)
+            assert answer.startswith(b"HTTP/1.1 408 ")
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "timeout_error"
+            writer.close()
         reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
-        writer.write(before)
-        if before:
-            await asyncio.wait_for(reader.readuntil(b'"ok"}'), 5)
-            await asyncio.sleep(0.6)  # idle between two requests is no late head
-        writer.write(b"GET /health/live HTT")
-        answer = await asyncio.wait_for(reader.read(), 5)
-        assert answer.startswith(b"HTTP/1.1 408 ")
-        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "timeout_error"
+        assert await asyncio.wait_for(reader.read(), 5) == b""
         writer.close()
-    reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
-    assert await asyncio.wait_for(reader.read(), 5) == b""
-    writer.close()
-    monkeypatch.undo()
-    assert (await http.client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        assert (await http.client.post("/v1/chat/completions", json=CHAT)).status_code == 200
 
 
 async def test_heads_of_one_connection_are_counted_one_by_one(http: RunningGateway) -> None:

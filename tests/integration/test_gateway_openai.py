@@ -371,6 +371,10 @@ async def test_models(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         await client.models.retrieve("no/such")
     assert caught.value.code == "model_not_found"
+    assert "'no/such' is not served here; ask for 'scripted'" in caught.value.message
+    with pytest.raises(openai.NotFoundError) as caught:
+        await client.chat.completions.create(model="gpt", messages=[{"role": "user", "content": "x"}])
+    assert "'gpt' is not served here; ask for 'scripted'" in caught.value.message
 
 
 @pytest.mark.parametrize("stream", [False, True])

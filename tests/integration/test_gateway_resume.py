@@ -171,18 +171,26 @@ async def test_a_replica_that_never_comes_back_ends_the_stream_with_its_cause() 
                         await asyncio.sleep(0.01)
 
 
-async def test_a_request_that_kills_every_session_is_given_up() -> None:
+async def test_a_request_whose_sessions_end_again_and_again_by_the_peers_wish_is_given_up() -> None:
     async with scripted_tokenizer() as tokenizer, running_gateway(tokenizer.address) as http:
         never = asyncio.Event()
+        restarts = []
+
+        async def end() -> None:
+            await tokenizer.stop()
+            await tokenizer.restart()
 
         def script(request: Any) -> Script:
-            asyncio.get_running_loop().call_later(0.01, tokenizer.break_sessions)
+            restarts.append(
+                asyncio.get_running_loop().call_later(0.01, lambda: restarts.append(asyncio.ensure_future(end())))
+            )
             return Script(say("x").steps, gate=lambda i: never)
 
         tokenizer.script = script
         response = await http.client.post("/v1/chat/completions", json=CHAT)
         assert response.status_code == 503
         assert len(tokenizer.requests) == 4
+        assert not http.gateway.replicas.isolation.is_active
 
 
 async def test_a_silent_session_counts_as_lost() -> None:

@@ -54,9 +54,19 @@ async def test_a_tenant_shares_prefixes_with_itself_alone(
 
 async def test_without_keys_the_clients_own_salt_is_all(tokenizer: ScriptedTokenizer) -> None:
     async with running_gateway(tokenizer.address) as http:
-        for salt in ("", "mine"):
-            await http.client.post("/v1/chat/completions", json={**CHAT, "cache_salt": salt})
-            assert tokenizer.requests[-1].options.cache_salt == salt
+        for salt, fields in (("", {}), ("", {"cache_salt": None}), ("mine", {"cache_salt": "mine"})):
+            await http.client.post("/v1/chat/completions", json={**CHAT, **fields})
+            options = tokenizer.requests[-1].options
+            assert (options.cache_salt, options.HasField("cache_salt")) == (salt, salt != "")
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_an_empty_salt_is_refused(tokenizer: ScriptedTokenizer, path: str) -> None:
+    async with running_gateway(tokenizer.address) as http:
+        response = await http.client.post(path, json={**BODIES[path], "cache_salt": ""})
+    assert response.status_code == 400
+    assert "cache_salt" in response.json()["error"]["message"]
+    assert not tokenizer.requests
 
 
 async def preflight(http: RunningGateway, origin: str, **headers: str) -> httpx.Response:
@@ -99,3 +109,32 @@ async def test_any_origin_or_none(tokenizer: ScriptedTokenizer) -> None:
             name.startswith("access-control")
             for name in (await http.client.get("/version", headers={"origin": "https://b.example"})).headers
         )
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_client_may_not_put_itself_before_others(
+    tokenizer: ScriptedTokenizer, tmp_path: Path, path: str
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("plain\nfast best-priority=-10\nslow best-priority=5\n", encoding="utf-8")
+    async with running_gateway(tokenizer.address, api_key_file=str(file)) as http:
+        for key, asked, given in (
+            ("plain", None, 0), ("plain", 0, 0), ("plain", 7, 7), ("plain", 2**31 - 1, 2**31 - 1),
+            ("fast", -10, -10), ("fast", None, 0), ("slow", None, 5), ("slow", 0, 5), ("slow", 9, 9),
+        ):  # fmt: skip
+            answer = await http.client.post(path, json={**BODIES[path], "priority": asked}, headers={"x-api-key": key})
+            assert answer.status_code == 200, answer.text
+            assert tokenizer.requests[-1].options.priority == given
+        before = len(tokenizer.requests)
+        for key, asked, best in (("plain", -1, 0), ("plain", -(2**31), 0), ("fast", -11, -10), ("slow", 4, 5)):
+            answer = await http.client.post(path, json={**BODIES[path], "priority": asked}, headers={"x-api-key": key})
+            assert answer.status_code == 400
+            assert f"priority: it may be {best} to 2147483647 here, got {asked}" in answer.json()["error"]["message"]
+        assert len(tokenizer.requests) == before
+
+
+async def test_the_range_of_priorities_is_a_setting(tokenizer: ScriptedTokenizer) -> None:
+    async with running_gateway(tokenizer.address, best_priority=-100) as http:
+        for asked, status in ((-100, 200), (-101, 400)):
+            answer = await http.client.post("/v1/chat/completions", json={**CHAT, "priority": asked})
+            assert answer.status_code == status

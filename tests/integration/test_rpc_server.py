@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -25,6 +27,10 @@ from rorqual.v1 import generation_pb2, generation_pb2_grpc
 NAME = "rorqual.v1.GenerationService"
 
 
+class Held:
+    """What a handler holds when it fails: a request of megabytes."""
+
+
 class Echo(generation_pb2_grpc.GenerationServiceServicer):
     """Sends the prompt back; fails the way its request_id asks."""
 
@@ -32,6 +38,10 @@ class Echo(generation_pb2_grpc.GenerationServiceServicer):
         yield generation_pb2.GenerateResponse(delta=generation_pb2.TokenDelta(token_ids=request.token_ids))
         if request.request_id == "too long":
             raise PromptTooLongError("the prompt is too long", field="token_ids", metadata={"max_model_len": "8"})
+        if request.request_id == "huge":
+            held = Held()
+            self.held = weakref.ref(held)
+            raise PromptTooLongError("it is too long")
         if request.request_id == "too many":
             raise QueueFullError("full", metadata={"retry_after_s": "7"})
 
@@ -39,8 +49,11 @@ class Echo(generation_pb2_grpc.GenerationServiceServicer):
         raise ValueError("a secret")
 
 
-async def start(listen: str = "127.0.0.1:0") -> RpcServer:
-    server = RpcServer(listen, lambda s: generation_pb2_grpc.add_GenerationServiceServicer_to_server(Echo(), s), [NAME])
+async def start(listen: str = "127.0.0.1:0", echo: Echo | None = None) -> RpcServer:
+    servicer = echo or Echo()
+    server = RpcServer(
+        listen, lambda s: generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, s), [NAME]
+    )
     await server.start()
     return server
 
@@ -110,6 +123,26 @@ async def test_an_error_arrives_as_the_same_class_with_its_figures(channel: grpc
         {"max_model_len": "8"},
     )
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+
+
+async def test_a_refused_request_is_freed_at_once() -> None:
+    """It is in no cycle: the collector runs seldom, and 30 MB of a salt waited for it with each refusal."""
+    echo = Echo()
+    server = await start(echo=echo)
+    gc.disable()
+    try:
+        async with open_channel(f"127.0.0.1:{server.port}") as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            for _ in range(2):  # gRPC may hold on to the last call
+                call = stub.Generate(generation_pb2.GenerateRequest(request_id="huge"), timeout=10)
+                with pytest.raises(grpc.RpcError):
+                    async for _ in call:
+                        pass
+                held = echo.held
+            assert held() is None
+    finally:
+        gc.enable()
+        await server.stop(0)
 
 
 async def test_an_unknown_error_leaks_no_text(channel: grpc.aio.Channel) -> None:

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from executor.sim.device import SimConfig, SimExecutor, expected_tokens
 from executor.sim.memory import SimGroup
 from rorqual.core.config import SchedulerConfig, TelemetryConfig
-from rorqual.core.errors import RorqualError
+from rorqual.core.errors import LethalRequestError, RorqualError
 from rorqual.core.token_ids import pack_token_ids, unpack_token_ids
 from rorqual.rpc.channel import open_channel
 from rorqual.rpc.status import from_rpc_error
@@ -741,3 +741,47 @@ async def test_three_kinds_of_cache_groups_on_one_link(stack: Stack) -> None:
     (info,) = (await admin.ListExecutors(admin_pb2.ListExecutorsRequest())).executors
     assert [group.name for group in info.cache_groups] == ["mla", "window", "state"]
     assert list(info.group_free_blocks) == [100, 90, 40]
+
+
+@pytest.mark.parametrize("method", ["GenerationService/Session", "ExecutorLinkService/Connect"])
+@pytest.mark.parametrize("num_before", [0, 1])
+async def test_bytes_that_are_no_message_are_the_callers_fault(stack: Stack, method: str, num_before: int) -> None:
+    await stack.executor()
+    call = stack.channel.stream_stream(f"/rorqual.v1.{method}")()  # bytes as they are
+    before = generation_pb2.GenerationServiceSessionRequest()
+    before.commands.add(stream_id=1).open.CopyFrom(
+        generation_pb2.GenerateRequest(token_ids=pack_token_ids([1] * 10), num_prompt_tokens=10, max_tokens=4000)
+    )
+    for _ in range(num_before):
+        await call.write(before.SerializeToString() if "Session" in method else b"")
+        if "Session" in method:
+            assert await call.read() is not grpc.aio.EOF
+    await call.write(b"\xff\xff\xff")
+    assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
+    await stack.until(lambda info: info.num_running == 0)
+
+
+async def test_a_request_that_kills_each_executor_fails_alone(stack: Stack) -> None:
+    link = await stack.executor(step_time_s=0.02, max_num_seqs=32)
+    num_deaths = 0
+
+    async def die_under_it() -> None:
+        nonlocal num_deaths
+        while True:
+            await asyncio.sleep(0.001)  # a step takes twenty times as long, on this very loop
+            if any(seq.seed == 666 for seq in link.executor.sequences.values()):
+                num_deaths += 1
+                await link.break_link(keep_cache=False)
+
+    killing = asyncio.create_task(die_under_it())
+    protos = [request(seed=i, max_tokens=30) for i in range(12)]
+    calls = [asyncio.create_task(collect(stack.stub.Generate(proto))) for proto in protos]
+    async with asyncio.timeout(60):
+        error = await refusal(stack.stub.Generate(request(seed=666, max_tokens=30)))
+        assert isinstance(error, LethalRequestError)
+        assert "it is not run again" in error.message
+        for proto, call in zip(protos, calls, strict=True):
+            assert (await call)[0] == alone(proto)
+    killing.cancel()
+    assert 3 <= num_deaths <= 8
+    await stack.all_blocks_return()

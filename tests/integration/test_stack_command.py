@@ -50,7 +50,7 @@ class Up:
     def __init__(self, served_model: Any, environ: dict[str, str], folder: Path, wait_until: WaitUntil) -> None:
         self.output = folder / "output"
         self.children: list[int] = []
-        flags = ["--port=0", "--grpc-port=0", f"--log-dir={folder / 'logs'}", *served_model.flags]
+        flags = ["--port=0", "--grpc-port=0", "--metrics-port=0", f"--log-dir={folder / 'logs'}", *served_model.flags]
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 command("up", *flags), env=environ, stdout=output, stderr=output, cwd=folder
@@ -91,6 +91,10 @@ def test_up_serves_and_sigterm_ends_all_four(up: Up, wait_until: WaitUntil, tmp_
         "scheduler.log",
         "tokenizer.log",
     ]
+    line = next(line for line in text.splitlines() if line.startswith("metrics: "))
+    for told in line.removeprefix("metrics: ").split(", "):
+        name, url = told.split()
+        assert f"rorqual_{name}_" in httpx.get(url).text or (name, url) == ("gateway", f"{up.url}/metrics")
     # The curl line works as it is printed.
     line = next(line for line in text.splitlines() if line.startswith("curl "))
     if shutil.which("curl"):

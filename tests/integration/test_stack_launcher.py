@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import os
 import signal
 import socket
@@ -30,6 +32,12 @@ print(f"{name} says hello", flush=True)
 if how == "refuses":
     sys.stderr.write(f"{name}: error: no such thing\\n")
     sys.exit(2)
+if how == "refuses-later":
+    if os.path.exists(rest[0]):
+        sys.stderr.write(f"{name}: error: the file has gone\\n")
+        sys.exit(2)
+    open(rest[0], "w").close()
+    how = "dies-when-up"
 if how == "crashes":
     raise RuntimeError("the sky fell")
 if how == "stubborn":
@@ -57,10 +65,10 @@ MakePlan = Callable[..., StackPlan]
 def make_plan(tmp_path: Path) -> MakePlan:
     (tmp_path / "stand_in.py").write_text(STAND_IN)
 
-    def make(worker: str = "lives", gateway: str = "lives") -> StackPlan:
+    def make(worker: str = "lives", gateway: str = "lives", worker_args: tuple[str, ...] = ()) -> StackPlan:
         return StackPlan(
             processes=(
-                ProcessSpec("worker", "stand_in", ("worker", worker), "RORQUAL_READY_FILE"),
+                ProcessSpec("worker", "stand_in", ("worker", worker, *worker_args), "RORQUAL_READY_FILE"),
                 ProcessSpec("gateway", "stand_in", ("gateway", gateway), "RORQUAL_PORT_FILE"),
             ),
             text_address="",
@@ -129,16 +137,95 @@ def test_a_dead_process_is_started_again_where_it_was(make_plan: MakePlan, run: 
     assert any(e.kind == "died" and "SIGKILL" in e.text for e in events)
 
 
-def test_a_process_that_keeps_dying_ends_the_stack(
+def deaths_of(events: list[Event], name: str) -> list[str]:
+    return [event.text for event in list(events) if event.kind == "died" and event.name == name]
+
+
+def test_a_process_that_keeps_dying_is_started_again_for_ever_and_takes_no_other_with_it(
     make_plan: MakePlan, run: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stack_module, "BACKOFF_S", (0.01, 0.01))
-    stack = run(make_plan(worker="dies-when-up"))
-    assert stack.wait(30)
-    assert stack.error is not None
-    assert "worker died 3 times in a row (exit code 3)" in stack.error.message
-    assert "worker says hello" in stack.error.message
-    assert stack.pids == {}
+    monkeypatch.setattr(stack_module, "BACKOFF_S", (0.01, 0.02))
+    events: list[Event] = []
+    stack = run(make_plan(worker="dies-when-up"), events.append)
+    gateway = stack.pids["gateway"]
+    wait_until(lambda: len(deaths_of(events, "worker")) >= 8, "it has died eight times")
+    deaths = deaths_of(events, "worker")
+    assert deaths[0].startswith("exit code 3; started again in 0.01 s")
+    assert deaths[1].startswith("exit code 3, 2 deaths in a row; started again in 0.02 s, the others go on")
+    assert deaths[7].startswith("exit code 3, 8 deaths in a row; started again in 0.02 s")
+    assert stack.pids["gateway"] == gateway
+    assert not deaths_of(events, "gateway")
+    assert not stack.wait(0)
+    assert stack.error is None
+
+
+def test_the_count_of_deaths_begins_anew_after_steady_time(
+    make_plan: MakePlan, run: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stack_module, "BACKOFF_S", (0.01, 0.02))
+    monkeypatch.setattr(stack_module, "STEADY_S", 0.0)  # ready is steady
+    events: list[Event] = []
+    stack = run(make_plan(), events.append)
+    worker = stack._children[0]
+
+    def is_well_after(num_deaths: int) -> bool:
+        return len(deaths_of(events, "worker")) == num_deaths and worker.ready and worker.num_deaths == 0
+
+    for num_deaths in (1, 2, 3):
+        os.kill(stack.pids["worker"], signal.SIGKILL)
+        wait_until(functools.partial(is_well_after, num_deaths), "it is back, and its count reset")
+    assert all("in a row" not in death for death in deaths_of(events, "worker"))
+    assert len(deaths_of(events, "worker")) == 3
+
+
+def test_a_configuration_refused_at_a_restart_is_told_and_the_others_go_on(
+    make_plan: MakePlan, run: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(stack_module, "BACKOFF_S", (0.01, 0.02))
+    events: list[Event] = []
+    plan = make_plan(worker="refuses-later", worker_args=(str(tmp_path / "marker"),))
+    stack = run(plan, events.append)
+    gateway = stack.pids["gateway"]
+    wait_until(lambda: len(deaths_of(events, "worker")) >= 3, "it has refused twice")
+    assert "it refuses its configuration: the file has gone" in deaths_of(events, "worker")[1]
+    assert stack.pids["gateway"] == gateway
+    (tmp_path / "marker").unlink()  # the cure, while the stack runs
+    wait_until(lambda: "worker" in stack.pids and stack._children[0].ready, "it is back")
+
+
+def test_a_process_that_cannot_be_started_again_is_tried_again(
+    make_plan: MakePlan, run: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stack_module, "BACKOFF_S", (0.01, 0.02))
+    events: list[Event] = []
+    stack = run(make_plan(), events.append)
+    really = subprocess.Popen
+    refusals = iter(range(3))
+
+    def popen(*args: object, **kwargs: object) -> object:
+        if next(refusals, None) is not None:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        return really(*args, **kwargs)  # type: ignore[call-overload]
+
+    monkeypatch.setattr("rorqual.launch.stack.subprocess.Popen", popen)
+    os.kill(stack.pids["worker"], signal.SIGKILL)
+    wait_until(lambda: sum(e.kind == "ready" and e.name == "worker" for e in events) == 2, "it is back")
+    assert "could not be started: Resource temporarily unavailable" in deaths_of(events, "worker")[1]
+    assert stack.error is None
+
+
+def test_a_reader_that_has_gone_ends_nothing(make_plan: MakePlan, run: Callable[..., Stack]) -> None:
+    seen: list[str] = []
+
+    def show(event: Event) -> None:
+        seen.append(event.kind)
+        if "up" in seen:
+            raise BrokenPipeError
+
+    stack = run(make_plan(), show)
+    os.kill(stack.pids["worker"], signal.SIGKILL)
+    wait_until(lambda: seen.count("ready") == 3, "it is back")
+    assert stack.error is None
 
 
 def test_a_refused_start_is_told_in_the_process_s_own_words(make_plan: MakePlan, run: Callable[..., Stack]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from rorqual.core.errors import QueueFullError
 from rorqual.core.token_ids import pack_token_ids, unpack_token_ids
 from rorqual.rpc.channel import open_channel
+from rorqual.rpc.prompt_echo import EchoJoiner
 from rorqual.rpc.status import from_rpc_error
 from rorqual.v1 import common_pb2, generation_pb2, text_pb2, text_pb2_grpc
+from services.tokenizer.abandon import AbandonedError, abandoned_by, check_wanted
 from services.tokenizer.decoder import decode_all
 from services.tokenizer.engine import SHORT_ALONE_BYTES, SHORT_BYTES, TextEngine
 from tests.support.scripted_scheduler import Script, ScriptedScheduler
@@ -101,6 +104,29 @@ async def check_stop_strings(
         assert heard.finished[0].reason == common_pb2.FINISH_REASON_LENGTH
         assert heard.usage.num_generated_tokens == num_tokens
     assert len(heard.token_ids[0]) == heard.usage.num_generated_tokens
+
+
+@pytest.mark.parametrize("ends", ["by itself", "by its budget", "by the scheduler"])
+async def test_a_stop_string_in_what_was_held_back_to_the_end(tmp_path: Path, ends: str) -> None:
+    """Newlines may begin a block of calls, so the parser holds them; at the end they are content."""
+    ids = [*tiny().encode("ok"), *tiny().encode("\n\n")]
+    script = steps([*ids, EOS] if ends == "by itself" else ids)
+    async with serving(lambda request: script, chat_format="deepseek-v4") as stack:
+        request = chat(stop=["\n\n"], max_tokens=len(ids) if ends == "by its budget" else 50)
+        request.tools.add(name="f")
+        heard = await hear(stack.stub.Chat(request))
+    assert heard.content == {0: "ok"}
+    assert heard.finished[0].reason == common_pb2.FINISH_REASON_STOP
+    assert heard.finished[0].stop_string == "\n\n"
+    assert heard.usage.num_generated_tokens == len(heard.token_ids[0])
+
+
+async def test_stop_strings_in_the_thought_only_where_asked() -> None:
+    async with serving(lambda request: steps([*tiny().encode("<think>Hm 4, so</think>It is 4"), EOS])) as stack:
+        heard = [await hear(stack.stub.Chat(chat(stop=["4"], stop_in_reasoning=asked))) for asked in (False, True)]
+    assert [answer.finished[0].stop_string for answer in heard] == ["4", "4"]
+    assert heard[0].content == {0: "It is "}
+    assert (heard[1].reasoning, heard[1].content) == ({0: "Hm "}, {})
 
 
 async def test_the_stop_string_stays_where_asked() -> None:
@@ -191,6 +217,46 @@ async def test_echo_and_prompt_logprobs() -> None:
     assert scored.finished[0].reason == common_pb2.FINISH_REASON_LENGTH
     assert nothing.echo[0].text == "Once upon"
     assert num_opened == 2  # nothing was asked of the scheduler for the last
+
+
+async def test_a_long_echo_comes_in_several_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of 132,000 tokens with 20 alternatives each is longer than a message may be."""
+    sampling = common_pb2.SamplingParams(prompt_logprobs=1)
+    request = complete(echo=True, max_tokens=2, sampling=sampling)
+    request.text = "Once upon a time there was a whale that sang."
+    async with serving(lambda request: steps(tiny().encode(" a time there was"))) as stack:
+        whole = await hear(stack.stub.Complete(request))
+        monkeypatch.setattr("services.tokenizer.run.ECHO_SLICE_TOKENS", 3)
+        sliced = await hear(stack.stub.Complete(request))
+    joiner = EchoJoiner()
+    assert len(whole.echo) == 1
+    assert len(sliced.echo) == -(-len(tiny().encode_prompt(request.text)) // 3) > 3
+    assert [joiner.join(0, echo) for echo in sliced.echo] == [*[False] * (len(sliced.echo) - 1), True]
+    assert sliced.echo[-1] == whole.echo[0]
+    assert (sliced.content, sliced.finished) == (whole.content, whole.finished)
+    first_text = sliced.kinds.index("content")
+    assert "echo" not in sliced.kinds[first_text:]
+
+
+@pytest.mark.parametrize("where", ["generated", "prompt"])
+async def test_log_probabilities_that_cannot_be_read_fail_their_stream_alone(where: str) -> None:
+    def script(request: generation_pb2.GenerateRequest) -> Script:
+        torn = common_pb2.TokenLogprobs(logprob=-1.0, top_token_ids=b"abc", top_logprobs=[-1.0])
+        bad = request.sampling.HasField("logprobs") or request.sampling.HasField("prompt_logprobs")
+        return Script([[n] for n in tiny().encode("a b c d")], logprob=(lambda _: torn) if bad else None)
+
+    async with serving(script) as stack:
+        await stack.scheduler.pause()
+        sampling = common_pb2.SamplingParams(**{"logprobs" if where == "generated" else "prompt_logprobs": 1})
+        other = asyncio.create_task(hear(stack.stub.Complete(complete())))
+        await stack.scheduler.wait_for(lambda: len(stack.scheduler.running) == 1)
+        torn = asyncio.create_task(hear(stack.stub.Complete(complete(sampling=sampling))))
+        await stack.scheduler.wait_for(lambda: len(stack.scheduler.running) == 2)
+        await stack.scheduler.go_on()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await torn
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert (await other).content == {0: "a b c d"}
 
 
 async def test_logprobs_are_finite_and_one_a_token() -> None:
@@ -337,6 +403,10 @@ async def test_refusals_name_the_field() -> None:
             (stub.Chat(text_pb2.ChatRequest()), "INVALID_MESSAGES", "messages"),
             (stub.Chat(chat(sampling=common_pb2.SamplingParams(top_p=2.0))), "INVALID_SAMPLING", "sampling.top_p"),
             (stub.Chat(chat(stop=[""])), "INVALID_STOP", "stop[0]"),
+            (stub.Chat(chat(attempt=65_536)), "INVALID_ARGUMENT", "attempt"),
+            (stub.Chat(chat(time_left_us=2**64 - 1)), "INVALID_ARGUMENT", "time_left_us"),
+            (stub.Chat(chat(cache_salt="s" * 5000)), "INVALID_ARGUMENT", "cache_salt"),
+            (stub.Chat(chat(model="m" * 5000)), "INVALID_ARGUMENT", "model"),
             (stub.Chat(chat(model="other")), "MODEL_NOT_FOUND", "model"),
             (stub.Chat(chat("word " * 5000)), "PROMPT_TOO_LONG", "messages"),
             (
@@ -345,10 +415,16 @@ async def test_refusals_name_the_field() -> None:
                 "prompt",
             ),
             (stub.Complete(text_pb2.CompleteRequest(token_ids=b"")), "EMPTY_PROMPT", "prompt"),
+            (stub.Complete(text_pb2.CompleteRequest()), "EMPTY_PROMPT", "prompt"),
+            (stub.Complete(text_pb2.CompleteRequest(echo=True)), "EMPTY_PROMPT", "prompt"),
+            (stub.Chat(chat(cache_salt="")), "INVALID_SAMPLING", "cache_salt"),
             (stub.Complete(text_pb2.CompleteRequest(text="word " * 5000)), "PROMPT_TOO_LONG", "prompt"),
         ):
             error = await failure(call)
             assert (error.reason, error.field) == (reason, where)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Tokenize(text_pb2.TokenizeRequest())
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert not stack.scheduler.seen.opened
         assert {"num_prompt_tokens", "max_model_len"} <= set((await failure(stub.Chat(chat("word " * 5000)))).metadata)
 
@@ -566,3 +642,122 @@ async def test_prompts_that_come_together_do_not_hold_the_event_loop(
         call.cancel()
     on_loop = [thread is threading.current_thread() for thread in threads]
     assert on_loop == [True, False, False, False, False, True]
+
+
+TOKENIZE = text_pb2.TokenizeRequest
+DETOKENIZE = text_pb2.DetokenizeRequest
+
+
+@pytest.mark.parametrize(
+    ("method", "request_", "field"),
+    [
+        ("Tokenize", TOKENIZE(text=" " * 1_100_000), "prompt"),
+        ("Tokenize", TOKENIZE(chat=chat("x" * 1_100_000)), "messages"),
+        ("Tokenize", TOKENIZE(chat=chat("x" * 5_000_000)), "messages"),
+        ("RenderChat", text_pb2.RenderChatRequest(chat=chat("x" * 5_000_000)), "messages"),
+        ("Detokenize", DETOKENIZE(token_ids=bytes(4 * 300_000)), "token_ids"),
+    ],
+)
+async def test_long_texts_without_an_answer_are_refused(method: str, request_: Any, field: str) -> None:
+    """32 MB of blanks took the tokenizer 3 GB, and everybody's prompts 13 s."""
+    async with serving(lambda request: steps([EOS])) as stack:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await getattr(stack.stub, method)(request_)
+        error = from_rpc_error(caught.value)
+        assert (error.reason, error.field) == ("TEXT_TOO_LONG", field)
+        assert error.metadata["limit"] in error.message
+        assert len((await stack.stub.Tokenize(TOKENIZE(text=" " * 1_000_000))).token_ids) > 4
+
+
+async def test_texts_wait_for_each_other_alone_and_end_with_their_callers() -> None:
+    """While one is encoded, and others wait, prompts go on; who goes takes the wait or the work along."""
+    async with serving(lambda request: steps(tiny().encode("ok"))) as stack:
+        engine = stack.app._engine
+        began, go_on, ran = threading.Event(), threading.Event(), []
+
+        def held(name: str) -> Callable[[], None]:
+            def work() -> None:
+                ran.append(name)
+                began.set()
+                go_on.wait(20)
+                check_wanted()
+                ran.append(f"{name} ended")
+
+            return work
+
+        first = asyncio.create_task(engine.in_text_pool(held("first")))
+        await asyncio.to_thread(began.wait, 20)
+        waiting = asyncio.ensure_future(stack.stub.Tokenize(TOKENIZE(text="waits")))
+        gone = [asyncio.create_task(engine.in_text_pool(held("never"))) for _ in range(3)]
+        long = complete("whale " * 2000)  # too long for the event loop
+        assert (await hear(stack.stub.Complete(long))).content == {0: "ok"}
+        for task in (first, *gone):
+            task.cancel()
+        await asyncio.gather(first, *gone, return_exceptions=True)
+        go_on.set()
+        assert (await waiting).token_ids
+        assert ran == ["first"]
+        assert engine._num_texts == 0
+
+
+async def test_a_long_text_ends_soon_once_nobody_waits() -> None:
+    """It is encoded in slices, and asks between them."""
+    vocabulary = v4()
+    gone = threading.Event()
+    with abandoned_by(gone):
+        assert vocabulary.encode("whale " * 5_000)
+        gone.set()
+        with pytest.raises(AbandonedError):
+            vocabulary.encode("song " * 5_000)
+
+
+@pytest.mark.parametrize(
+    ("method", "request_", "field"),
+    [
+        ("Tokenize", TOKENIZE(text="x", model="m" * 2000), "model"),
+        ("Detokenize", DETOKENIZE(model="m" * 2000), "model"),
+        ("Tokenize", TOKENIZE(chat=chat("x", cache_salt="s" * 10_000)), "cache_salt"),
+        ("RenderChat", text_pb2.RenderChatRequest(chat=chat("x", request_id="r" * 1_000_000)), "request_id"),
+    ],
+)
+async def test_names_and_salts_have_the_bounds_of_http(method: str, request_: Any, field: str) -> None:
+    async with serving(lambda request: steps([EOS])) as stack:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await getattr(stack.stub, method)(request_)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert from_rpc_error(caught.value).field == field
+
+
+@pytest.mark.parametrize("field", ["request_id", "cache_salt", "model", "traceparent", "tracestate"])
+async def test_what_a_generation_carries_has_the_bounds_of_http(field: str) -> None:
+    options: dict[str, Any] = {field: "s" * 10_000}
+    if field.startswith("trace"):
+        options = {"trace": common_pb2.TraceContext(**options)}
+    async with serving(lambda request: steps([EOS])) as stack:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await hear(stack.stub.Complete(complete("x", **options)))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert from_rpc_error(caught.value).field.endswith(field)
+        assert not stack.scheduler.seen.opened
+
+
+@pytest.mark.parametrize("method", ["Tokenize", "Chat", "Session"])
+async def test_bytes_that_are_no_message_are_the_callers_fault(method: str) -> None:
+    async with serving(lambda request: steps([EOS])) as stack:
+        path, torn = f"/rorqual.v1.TextService/{method}", b"\xff\xff\xff\xff"
+
+        async def send() -> None:
+            if method == "Tokenize":
+                await stack.channel.unary_unary(path)(torn)
+            elif method == "Chat":
+                await stack.channel.unary_stream(path)(torn).read()
+            else:
+                call = stack.channel.stream_stream(path)()
+                await call.write(torn)
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await send()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert from_rpc_error(caught.value).reason == "MALFORMED_MESSAGE"

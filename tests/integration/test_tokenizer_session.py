@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from rorqual.core.token_ids import pack_token_ids
 from rorqual.rpc.status import from_rpc_error
 from rorqual.v1 import common_pb2, generation_pb2, text_pb2
+from services.tokenizer.run import TextRun
 from tests.support.scripted_scheduler import Script
 from tests.support.text_service import EOS, Heard, Stack, chat, complete, serving, steps, tiny_text
 from tests.support.vocabularies import tiny
@@ -185,3 +188,37 @@ async def test_a_resume_through_a_session_of_another_replica() -> None:
     assert heard.token_ids == {0: ids}
     assert heard.reasoning == {0: "a 𠮷 b"}
     assert heard.content == {0: "The own fox"}
+
+
+async def test_a_request_that_has_ended_waits_for_no_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answered, cancelled or lost with its session: in no cycle, so its memory is free at once."""
+    runs: list[weakref.ref[TextRun]] = []
+    start = TextRun.start
+
+    def noting(run: TextRun) -> None:
+        runs.append(weakref.ref(run))
+        start(run)
+
+    monkeypatch.setattr(TextRun, "start", noting)
+    gc.collect()
+    gc.disable()
+    try:
+        async with serving(lambda request: steps(tiny().encode("abc") * 200)) as stack:
+            gateway = Gateway(stack)
+            await gateway.send(*(open_chat(n, max_tokens=2) for n in range(1, 5)))
+            await gateway.read_until(range(1, 5))
+            await stack.scheduler.pause()
+            await gateway.send(*(open_chat(n) for n in range(5, 13)))
+            await stack.scheduler.wait_for(lambda: len(stack.scheduler.running) == 8)
+            cancel = text_pb2.TextCommand(stream_id=5)
+            cancel.cancel.SetInParent()
+            await gateway.send(cancel)
+            await stack.scheduler.wait_for(lambda: len(stack.scheduler.running) == 7)
+            gateway.call.cancel()
+            await stack.scheduler.wait_for(lambda: not stack.scheduler.running)
+            assert len(runs) == 12
+            async with asyncio.timeout(10):
+                while any(run() is not None for run in runs):
+                    await asyncio.sleep(0.01)
+    finally:
+        gc.enable()

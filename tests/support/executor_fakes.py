@@ -149,6 +149,7 @@ class Tokens:
     logprobs: list[Any] = field(default_factory=list)
     prompt_logprobs: list[Any] = field(default_factory=list)
     fault: str = ""
+    reason: str = ""
 
 
 class Received:
@@ -191,7 +192,7 @@ class Received:
             self[item.seq_id].prompt_logprobs += item.prompt_logprobs
         for fault in report.faults:
             assert not self[fault.seq_id].fault
-            self[fault.seq_id].fault = fault.message
+            self[fault.seq_id].fault, self[fault.seq_id].reason = fault.message, fault.reason
 
 
 class Driven:

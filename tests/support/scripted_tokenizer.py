@@ -37,6 +37,7 @@ class Script:
     gate: Callable[[int], asyncio.Event | None] = lambda step_idx: None  # awaited before a step
     delay_s: float = 0.0  # before each step
     together: bool = False  # all steps in one message
+    kills_at: int | None = None  # the step before which every session breaks, as if the process had died; -1: at once
 
 
 def event(choice: int = 0, token_ids: Iterable[int] = (), **kind: Any) -> text_pb2.TextEvent:
@@ -125,6 +126,8 @@ class ScriptedTokenizer(text_pb2_grpc.TextServiceServicer):
         self.cancel_seen = asyncio.Event()
         self.request_seen = asyncio.Event()
         self.num_sessions = 0
+        self.num_deaths = 0  # by scripts that kill
+        self.beside_killers: list[int] = []  # how many other requests there were, each time a killer came
         self.num_frames = 0  # of commands
         self.heartbeat_s = 1.0
         self.silent = False  # a hung process: heartbeats and events stop, connections stay
@@ -176,6 +179,10 @@ class ScriptedTokenizer(text_pb2_grpc.TextServiceServicer):
         """Every open session ends with a status; the server stays."""
         for live in self._live:
             live.broken.set()
+
+    def _die(self) -> None:
+        self.num_deaths += 1
+        self.break_sessions()
 
     async def ListModels(self, request: text_pb2.ListModelsRequest, context: Any) -> text_pb2.ListModelsResponse:
         return text_pb2.ListModelsResponse(models=self.models, created_unix_s=1_700_000_000, missing=self.missing)
@@ -258,6 +265,11 @@ class ScriptedTokenizer(text_pb2_grpc.TextServiceServicer):
         try:
             if script.queue is not None:
                 await script.queue.wait()
+            if script.kills_at is not None:
+                self.beside_killers.append(self.num_streams - 1)
+            if script.kills_at == -1:
+                self._die()
+                return
             if script.refuse is not None:
                 send(error=script.refuse)
                 return
@@ -267,6 +279,9 @@ class ScriptedTokenizer(text_pb2_grpc.TextServiceServicer):
             if script.together:
                 steps = [[e for step in steps for e in step]]
             for step_idx, step in enumerate(steps):
+                if step_idx == script.kills_at:
+                    self._die()
+                    return
                 gate = script.gate(step_idx)
                 if gate is not None:
                     await gate.wait()

@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from executor.sim.device import SimConfig, SimExecutor, expected_tokens
+from executor.sim.device import _Sequence as SimSequence
 from executor.sim.memory import SimGroup
 from rorqual.core.blocks import BLOCK_SIZE
 from rorqual.core.errors import (
@@ -19,6 +20,7 @@ from rorqual.core.errors import (
     CapacityError,
     DeadlineExceededError,
     InvalidRequestError,
+    LethalRequestError,
     NumericalFaultError,
     PromptTooLongError,
     QueueFullError,
@@ -29,6 +31,7 @@ from rorqual.core.token_ids import pack_token_ids, unpack_token_ids
 from rorqual.v1 import common_pb2, executor_pb2, generation_pb2
 from services.scheduler.core import CoreConfig, SchedulerCore
 from services.scheduler.events import Cancel, Event, ExecutorConnected, ExecutorLost, FinishEarly, Open, Tick
+from services.scheduler.executor_contract import spec_from_hello
 from services.scheduler.stream_events import (
     FinishReason,
     StreamEvent,
@@ -37,7 +40,17 @@ from services.scheduler.stream_events import (
     StreamStarted,
     StreamTokens,
 )
-from services.scheduler.wire import fill_batch, reported_from_proto, request_from_proto, spec_from_hello
+from services.scheduler.wire import fill_batch, reported_from_proto, request_from_proto
+
+KILLER_SEED = 1 << 20
+"""A request with this seed + n kills its executor when n tokens are generated: with n = 0, in its first step there."""
+IN_PREFILL = 1000
+"""As n: when a part of its history is computed."""
+
+
+def kills_after(proto: generation_pb2.GenerateRequest) -> int | None:
+    """n of a request that kills; None for one that does not."""
+    return proto.sampling.seed - KILLER_SEED if proto.sampling.seed >= KILLER_SEED else None
 
 
 @dataclass
@@ -76,7 +89,13 @@ class World:
         self.config = config or CoreConfig()
         self.core = SchedulerCore(self.config)
         self.vocab_size = vocab_size
+        self.killer_share = 0.0  # of the requests that `open_random` makes
+        self.links_break = True  # also where no request kills
+        self.dead: list[SimExecutor] = []  # killed by a request, not connected again
+        self.num_deaths = 0
+        self.num_other_losses = 0  # of links, with no killer to explain it
         self.now_s = 0.0
+        self.faulted: set[int] = set()  # streams whose sequence the test lets fault
         self.links: dict[int, Link] = {}
         self.clients: dict[int, Client] = {}
         self.live: dict[int, Client] = {}
@@ -117,6 +136,8 @@ class World:
         prompt = prompt or [1]
         num_choices = rng.choice((1, 1, 1, 3))
         sampling = common_pb2.SamplingParams(seed=rng.randrange(4))
+        if self.killer_share and rng.random() < self.killer_share:
+            sampling.seed = KILLER_SEED + rng.choice((0, 0, 1, 5, 40, IN_PREFILL))
         if rng.random() < 0.4:
             sampling.stop_token_ids.extend({rng.randrange(self.vocab_size), rng.randrange(self.vocab_size)})
         if rng.random() < 0.3:
@@ -186,6 +207,10 @@ class World:
 
     def lose(self, link: Link, *, keep_cache: bool = True) -> SimExecutor:
         """The link breaks: what was on the wire, and what was not reported, never happened."""
+        state = self.core.executor(link.link_id)
+        assert state is not None
+        running = [self.live[seq.stream_id] for seq in state.sequences.values()]
+        self.num_other_losses += all(kills_after(client.proto) is None for client in running)
         del self.links[link.link_id]
         link.sim.reset(keep_cache=keep_cache)
         self.handle(ExecutorLost(link.link_id))
@@ -208,6 +233,8 @@ class World:
         if taken is not None:
             batch = executor_pb2.OrderBatch()
             fill_batch(batch, *taken)
+            if sum(order.WhichOneof("order") != "copy" for order in batch.orders) > 1:
+                assert batch.ByteSize() <= self.config.max_batch_bytes
             link.down.append(batch)
         return taken is not None
 
@@ -219,6 +246,10 @@ class World:
         return False
 
     def step(self, link: Link) -> bool:
+        if any(_kills_now(seq) for seq in link.sim.sequences.values()):
+            self.num_deaths += 1
+            self.dead.append(self.lose(link, keep_cache=False))
+            return True
         if link.sim.has_work:
             link.sim.step()
             return True
@@ -238,14 +269,20 @@ class World:
             if not self.live:
                 break
             progress = False
+            while self.dead:
+                self.connect(self.dead.pop())
             for link in list(self.links.values()):
                 progress |= self.send(link)
                 while self.apply(link):
                     progress = True
                 progress |= self.step(link)
-                progress |= self.report(link)
+                if link.link_id in self.links:
+                    progress |= self.report(link)
             if not progress and self.now_s < self.config.gather_until_s:
                 self.pass_time(self.config.gather_until_s - self.now_s)
+                continue
+            if not progress and (next_s := self.core.next_deadline_s()) is not None:
+                self.pass_time(max(0.0, next_s - self.now_s))
                 continue
             assert progress, f"nothing moves, but {len(self.live)} streams are live"
         assert not self.live, "streams do not end"
@@ -319,6 +356,11 @@ class World:
         client.finish, client.num_generated = event.reason, event.num_generated_tokens
         if client.left_early:
             return
+        lethal = kills_after(client.proto)
+        if lethal is not None and lethal != IN_PREFILL:
+            # A step that passes the point may bring drafts too.
+            held = len(client.proto.token_ids) // 4 - client.proto.num_prompt_tokens
+            assert event.num_generated_tokens <= max(held, lethal + 3 if lethal else 0), "it kills before that"
         tokens, reason = self.expected(client)
         num_total = client.proto.num_prompt_tokens + event.num_generated_tokens
         if event.reason == FinishReason.LENGTH and num_total in self._longest and len(client.tokens) < len(tokens):
@@ -344,6 +386,8 @@ class World:
 
     def _check_error(self, client: Client) -> None:
         error = client.error
+        if client.stream_id in self.faulted:
+            return
         if isinstance(error, DeadlineExceededError):
             assert client.deadline_s is not None
             if error.reason == DEADLINE_UNREACHABLE:
@@ -358,8 +402,18 @@ class World:
         elif isinstance(error, InvalidRequestError):
             assert error.reason == "UNSUPPORTED_CONSTRAINT"
             assert client.proto.sampling.HasField("grammar")
+        elif isinstance(error, LethalRequestError):
+            assert kills_after(client.proto) is not None or self.num_other_losses >= 2, "an innocent request is blamed"
         else:
             assert isinstance(error, (SupersededError, CapacityError, NumericalFaultError)), f"unexpected {error!r}"
+
+
+def _kills_now(seq: SimSequence) -> bool:
+    """Whether the next step with this sequence ends the executor."""
+    after = seq.admit.sampling.seed - KILLER_SEED
+    if after == IN_PREFILL:
+        return seq.admit.num_cached_tokens < seq.num_computed < seq.admit.num_tokens
+    return after == 0 or 0 < after <= seq.num_tokens - seq.admit.num_prompt_tokens
 
 
 def random_groups(rng: random.Random) -> tuple[SimGroup, ...]:
@@ -409,7 +463,8 @@ def random_action(world: World, spare: list[SimExecutor]) -> None:
             world.apply(link)
         elif action < 0.7:
             for _ in range(rng.choice((1, 1, 5, 20))):
-                world.step(link)
+                if link.link_id in world.links:
+                    world.step(link)
         else:
             world.report(link, rng.choice((1, 5, 20, None)))
     elif dice < 0.88:
@@ -442,9 +497,11 @@ def random_action(world: World, spare: list[SimExecutor]) -> None:
             if rng.random() < 0.9:
                 world.resume(client, len(client.tokens))
     elif dice < 0.985:
-        if links:
+        if links and world.links_break:
             spare.append(world.lose(rng.choice(links), keep_cache=rng.random() < 0.7))
-    elif spare:
+    elif spare or world.dead:
+        spare += world.dead
+        world.dead.clear()
         world.connect(spare.pop(rng.randrange(len(spare))))
 
 
@@ -454,8 +511,11 @@ def random_run(rng: random.Random, num_actions: int) -> World:
         max_queue_len=rng.choice((10, 1000)),
         enable_prefix_caching=rng.random() < 0.9,
         max_num_seqs=rng.choice((0, 0, 3)),
+        priority_ageing_s=rng.choice((0.0, 0.02, 30.0)),
+        max_batch_bytes=rng.choice((1 << 24, 1 << 24, 1, 700)),
     )
     world = World(rng, config)
+    world.killer_share = rng.choice((0.0, 0.0, 0.1))
     first = random_config(rng)
     deterministic, are_equal = rng.random() < 0.3, rng.random() < 0.5
     spare: list[SimExecutor] = []

@@ -38,4 +38,5 @@ def test_each_promise_is_kept_by_a_test_that_runs(case: str) -> None:
 def test_no_case_is_lost() -> None:
     kinds = {case.split("-")[0] for case in CASES}
     assert kinds == {"api", "fmt", "ckpt", "sched", "num", "ops"}
-    assert (len(CASES), sum(map(len, CASES.values()))) == (33, 169)
+    assert len(CASES) >= 43
+    assert sum(map(len, CASES.values())) >= 198

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+from rich.console import Console
 
 from gateway.server import bind
 from rorqual import __version__
 from rorqual.cli import http
-from rorqual.cli.app import run
+from rorqual.cli.app import _announce, run
 from rorqual.cli.progress import StartProgress, split_log_line
 from rorqual.client import SamplingParams
 from rorqual.core.config_loader import PROCESSES, resolve_config, settings_of
 from rorqual.core.errors import ConfigError, InvalidRequestError
-from rorqual.launch import Event, StackPlan, make_plan, stack_settings
-from rorqual.launch.plan import WHOLE, WITHOUT_HTTP, flags_for, module_command
+from rorqual.launch import Event, Stack, StackPlan, make_plan, stack_settings
+from rorqual.launch.plan import WHOLE, WITHOUT_HTTP, flags_for, module_command, reserve_port
 
 
 @pytest.fixture
@@ -72,7 +76,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["up", "--port"], "--port"),
         (["generate"], "prompt"),
         (["chat", "--temperature", "warm"], "--temperature"),
-        (["chat", "--temperature", "-1"], "temperature must be at least 0"),
+        (["chat", "--temperature", "-1"], "temperature must be 0 to 100"),
         (["chat", "--url", "grpc://nowhere"], "the URL must be grpc://host:port"),
         (["chat", "--url", "ftp://host"], "the URL must be"),
         (["chat", "--url", "grpc://127.0.0.1:1", "--dtype", "float32"], "a running server has its own settings"),
@@ -144,12 +148,127 @@ def test_gateways_share_one_port_that_is_held_for_them(checkout: Path, plans: li
         make_plan({"port": 0}, num_gateways=0, environ={})
 
 
-def test_one_metrics_port_becomes_one_a_process(checkout: Path, plans: list[StackPlan]) -> None:
-    plans.append(plan := make_plan({"metrics_port": 9100, "port": 0}, environ={}))
-    ports = {
+def metrics_ports(plan: StackPlan) -> dict[str, int]:
+    """As the processes are told."""
+    return {
         spec.name: resolve_config(PROCESSES[spec.name], spec.argv, {}).telemetry.metrics_port for spec in plan.processes
     }
-    assert ports == {"scheduler": 9100, "executor": 9101, "tokenizer": 9102, "gateway": -1}
+
+
+def free_ports(num: int) -> int:
+    """The first of `num` ports in a row that are free now."""
+    for first in range(20_000, 32_000, num):
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            for port in range(first, first + num):
+                held.enter_context(reserve_port(port))
+            return first
+    raise AssertionError("no free ports")
+
+
+def test_one_metrics_port_becomes_one_a_process(checkout: Path, plans: list[StackPlan]) -> None:
+    first = free_ports(3)
+    plans.append(plan := make_plan({"metrics_port": first, "port": 0}, environ={}))
+    assert metrics_ports(plan) == {"scheduler": first, "executor": first + 1, "tokenizer": first + 2, "gateway": -1}
+    assert plan.metrics == {
+        name: f"http://127.0.0.1:{first + offset}/metrics"
+        for offset, name in enumerate(("scheduler", "executor", "tokenizer"))
+    }
+
+
+def test_metrics_ports_that_the_system_chooses_are_told(checkout: Path, plans: list[StackPlan]) -> None:
+    plans.append(plan := make_plan({"metrics_port": 0, "port": 0}, environ={}))
+    ports = metrics_ports(plan)
+    assert ports.pop("gateway") == -1
+    assert len(set(ports.values())) == 3
+    assert plan.metrics == {name: f"http://127.0.0.1:{port}/metrics" for name, port in ports.items()}
+    plans.append(plan := make_plan({"port": 0}, environ={}))
+    assert plan.metrics == {}
+
+
+def test_a_metrics_port_of_its_own_is_kept(checkout: Path, plans: list[StackPlan], tmp_path: Path) -> None:
+    first = free_ports(6)
+    config = tmp_path / "rorqual.toml"
+    config.write_text(f"metrics_port = {first}\n[executor]\nmetrics_port = {first + 5}\n")
+    plans.append(plan := make_plan({"port": 0}, config=str(config), environ={}))
+    assert metrics_ports(plan) == {"scheduler": first, "executor": first + 5, "tokenizer": first + 1, "gateway": -1}
+
+
+def test_a_metrics_port_that_cannot_be_had_is_named_with_whose_it_is(checkout: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ConfigError, match=rf"port {port} is taken .*--metrics-port \(the executor's metrics, from --metrics-port"
+        ):
+            make_plan({"port": 0, "metrics_port": port - 1}, environ={})
+    with pytest.raises(ConfigError, match=r"the scheduler's metrics.*cannot be on port \d+: it is the port of HTTP"):
+        make_plan({"port": (port := free_ports(1)), "metrics_port": port}, environ={})
+    with pytest.raises(ConfigError, match=r"there is none above 65535"):
+        make_plan({"port": 0, "metrics_port": 65535}, environ={})
+
+
+def test_a_default_grpc_port_that_is_taken_is_told(
+    checkout: Path, plans: list[StackPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr("rorqual.launch.plan.DEFAULT_GRPC_PORT", port)
+        plans.append(plan := make_plan({"port": 0}, grpc_port=None, environ={}))
+        (note,) = plan.notes
+        assert f"port {port}, where gRPC is served by default, is taken by another program" in note
+        assert f"gRPC is on port {plan.text_address.rpartition(':')[2]} this time" in note
+        assert "--grpc-port" in note
+        with pytest.raises(ConfigError, match=rf"port {port} is taken on 127.0.0.1 .*--grpc-port"):
+            make_plan({"port": 0}, grpc_port=port, environ={})
+    plans.append(plan := make_plan({"port": 0}, grpc_port=None, environ={}))
+    assert plan.text_address == f"127.0.0.1:{port}"
+    assert plan.notes == ()
+
+
+@pytest.mark.parametrize("process", ["tokenizer", "scheduler"])
+def test_an_address_that_a_file_names_is_not_moved(process: str, checkout: Path, tmp_path: Path) -> None:
+    config = tmp_path / "rorqual.toml"
+    default = PROCESSES[process]().listen
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        config.write_text(f"[{process}]\nlisten = '{address}'\n")
+        with pytest.raises(
+            ConfigError, match=rf"is taken on 127.0.0.1: .* choose another with listen in \[{process}\]"
+        ):
+            make_plan({"port": 0}, config=str(config), environ={})
+    config.write_text(f"[{process}]\nlisten = '{default}'\n")  # the default, in so many words
+    with contextlib.closing(make_plan({"port": 0}, config=str(config), environ={})) as plan:
+        assert (plan.text_address if process == "tokenizer" else plan.scheduler_address) == default
+
+
+def test_one_address_for_two_is_refused(checkout: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot both listen on 127.0.0.1:\d+ \(from RORQUAL_LISTEN\)"):
+        make_plan({"port": 0}, environ={"RORQUAL_LISTEN": f"127.0.0.1:{free_ports(1)}"})
+
+
+def test_variables_of_opentelemetry_that_are_not_heeded_are_told(checkout: Path, plans: list[StackPlan]) -> None:
+    environ = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318",
+        "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+    }
+    plans.append(plan := make_plan({"port": 0}, environ=environ))
+    (note,) = plan.notes
+    assert "no traces are sent" in note
+
+
+def test_what_up_announces_has_the_notes_and_the_metrics(
+    capsys: pytest.CaptureFixture[str], environ: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rorqual.cli.http.model_name", lambda url, key: "m")
+    stack = cast(Stack, SimpleNamespace(url="http://h:1", text_address="h:2"))
+    out = Console(highlight=False, soft_wrap=True)
+    _announce(stack, out, "", {"scheduler": "http://h:3/metrics"}, ["port 50051 [of ours] is taken"])
+    page = capsys.readouterr().out
+    assert "Note: port 50051 [of ours] is taken" in page
+    assert "metrics: scheduler http://h:3/metrics, gateway http://h:1/metrics" in page
+    _announce(stack, out, "", {}, [])
+    page = capsys.readouterr().out
+    assert "Note" not in page
+    assert "metrics" not in page
 
 
 def test_settings_are_checked_before_anything_starts(checkout: Path) -> None:

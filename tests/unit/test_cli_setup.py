@@ -65,6 +65,34 @@ def test_a_missing_venv_module_is_named_with_its_cure(clone: Path) -> None:
     assert "apt install python3.11-venv" in message
 
 
+FAKE_PIP = """
+case "$*" in
+*"pip --version"*) exit 0 ;;
+*"pip install"*) case "$*" in *--quiet*|*" -q"*) ;; *) echo "Collecting torch"; echo "Downloading torch (200 MB)" ;; esac
+    case "$*" in *FAIL*) echo "ERROR: no network" >&2; exit 1 ;; esac ;;
+esac
+exit 0"""
+
+
+def test_what_is_installed_is_shown_while_it_is(clone: Path) -> None:
+    (clone / ".venv").mkdir()
+    fake_python(clone / ".venv" / "bin", "python", FAKE_PIP)
+    command = [str(clone / "scripts" / "setup"), "serve"]
+    environ = {"PATH": "/usr/bin:/bin", "TORCH_INDEX": "https://an.index"}
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True)
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("setup: installing the pinned dependencies into .venv (some minutes")
+    assert lines[1] == "setup: PyTorch from https://an.index"
+    assert lines[2:4] == ["Collecting torch", "Downloading torch (200 MB)"] == lines[4:6]
+    assert lines[6].startswith("setup: done")
+    failing = {**environ, "TORCH_INDEX": "https://FAIL"}
+    (clone / ".venv" / ".installed-serve").unlink()
+    result = subprocess.run(command, env=failing, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[0] == "ERROR: no network"
+    assert "its message is above" in result.stderr.splitlines()[1]
+
+
 def test_nothing_is_done_where_all_is_installed(clone: Path) -> None:
     (clone / ".venv" / "bin").mkdir(parents=True)
     fake_python(clone / ".venv" / "bin", "rorqual", "exit 0")

@@ -43,6 +43,7 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "max_num_batched_tokens": st.integers(128, 2**20),
     "max_queue_len": st.integers(1, 10**6),
     "peer_timeout_s": st.floats(1.01, 1e6),
+    "priority_ageing_s": st.just(0.0) | st.floats(1.0, 86400.0),
     "restart_wait_s": st.floats(0.0, 60.0),
     "request_timeout_s": st.floats(0.01, 1e6),
     "keep_alive_s": st.floats(0, 3600),
@@ -254,6 +255,12 @@ def test_files_are_refused_with_the_nearest_name(tmp_path: Path, text: str, mess
         resolve_config(ExecutorConfig, [], {"RORQUAL_CONFIG": str(path)})
     assert message in str(caught.value)
     assert more in str(caught.value)
+
+
+def test_a_byte_order_mark_before_a_file_is_no_fault(tmp_path: Path) -> None:
+    path = tmp_path / "rorqual.toml"
+    path.write_bytes(b"\xef\xbb\xbfmax_model_len = 99\n")
+    assert resolve_config(ExecutorConfig, [], {"RORQUAL_CONFIG": str(path)}).max_model_len == 99
 
 
 def test_a_secret_is_not_repeated_in_a_refusal() -> None:

@@ -7,8 +7,11 @@ import itertools
 import json
 import random
 import re
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +20,6 @@ import pytest
 from executor.constraint import Constraint, Constraints, GrammarSpec
 from rorqual.core.errors import InvalidRequestError
 from rorqual.grammar import (
-    MAX_GRAMMAR_BYTES,
     GrammarEngine,
     GrammarError,
     choice_grammar,
@@ -26,8 +28,10 @@ from rorqual.grammar import (
     regex_grammar,
     written_grammar,
 )
+from rorqual.grammar_bounds import MAX_GRAMMAR_BYTES
 from rorqual.v1 import text_pb2
 from services.tokenizer.constraint import compile_constraint
+from tests.support.vocabularies import tiny
 
 FOLDER = Path(__file__).resolve().parents[2] / "models" / "tiny"
 VOCAB = 8192
@@ -39,6 +43,11 @@ def engine() -> GrammarEngine:
     engine = open_engine(FOLDER, VOCAB)
     assert engine is not None
     return engine
+
+
+def test_a_byte_order_mark_before_the_tokenizer_is_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(b"\xef\xbb\xbf" + (FOLDER / "tokenizer.json").read_bytes())
+    assert open_engine(tmp_path, VOCAB) is not None
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +183,106 @@ def test_masks_of_another_thread_are_the_same(engine: GrammarEngine, after: int 
     constraints.prepare(prepared)  # which have nothing more to say
 
 
+ASK: dict[str, Callable[[Constraint, int], Any]] = {  # every public member, as the step loops use it
+    "is_ready": lambda constraint, token_id: constraint.is_ready,
+    "observe": lambda constraint, token_id: constraint.observe([token_id]),
+    "needs_mask": lambda constraint, token_id: constraint.needs_mask,
+    "has_ended": lambda constraint, token_id: constraint.has_ended,
+    "allowed": lambda constraint, token_id: constraint.allowed(0),
+    "mask": lambda constraint, token_id: constraint.mask(np.zeros(VOCAB, np.float32), 0),
+    "lend": lambda constraint, token_id: constraint.lend().run(),
+    "phase": lambda constraint, token_id: constraint.phase,
+    "error": lambda constraint, token_id: constraint.error,
+    "reason": lambda constraint, token_id: constraint.reason,
+    "cancel": lambda constraint, token_id: constraint.cancel(),
+}
+
+
+def test_it_may_be_asked_anything_while_a_worker_computes_its_mask(engine: GrammarEngine) -> None:
+    """The engine's matcher raises where two threads use it at once; the first mask of some of these takes 20 ms."""
+    constraints = Constraints(engine, VOCAB)
+    texts = [
+        written_grammar('start: (("a"~1000)~1000)~1000'),
+        written_grammar('start: ("ab"~1000)~100'),
+        json_grammar({"type": "object", "properties": {f"p{i}": {"pattern": f"^[a-z]{{{i}}}$"} for i in range(200)}}),
+    ]
+    rng = random.Random(5)
+    for _ in range(60):
+        many = [begin(engine, text) for text in texts]
+        constraints.prepare(many)
+        for _ in range(20):
+            time.sleep(0)  # a worker gets the interpreter, and gives it back where its mask begins
+            for constraint in many:
+                name = rng.choice(list(ASK))
+                if name != "lend" or constraint.needs_mask:
+                    ASK[name](constraint, rng.randrange(3, VOCAB) if rng.random() < 0.1 else 70)
+            constraints.prepare(many)
+        assert not any("failed" in constraint.error for constraint in many)
+
+
+def test_every_public_member_is_asked() -> None:
+    constraint = Constraints(None, VOCAB).begin(GrammarSpec("x"), (END,), 0)
+    assert {name for name in dir(constraint) if not name.startswith("_")} == set(ASK)
+
+
+class Exclusive:
+    """A matcher that may not be used by two threads at once, and says that somebody did."""
+
+    def __init__(self) -> None:
+        self.in_use, self.was_shared = False, False
+        self.may_end = threading.Event()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def answer(*args: object) -> Any:
+            self.was_shared = self.was_shared or self.in_use
+            return {"consume_token": True, "is_accepting": True}.get(name, False)
+
+        return answer
+
+    def compute_bitmask(self) -> bytes:
+        self.in_use = True
+        self.may_end.wait(30)
+        self.in_use = False
+        return b"\xff" * (VOCAB // 8)
+
+
+@pytest.mark.parametrize("name", ["observe", "has_ended", "allowed", "mask"])
+def test_who_asks_waits_for_the_worker(name: str) -> None:
+    matcher = Exclusive()
+    engine = SimpleNamespace(end_id=0, compile=lambda text: matcher)
+    constraints = Constraints(engine, VOCAB)  # type: ignore[arg-type]
+    constraint = begin(engine, "x")  # type: ignore[arg-type]
+    constraints.prepare([constraint])
+    asking = threading.Thread(target=ASK[name], args=(constraint, 7))
+    asking.start()
+    asking.join(0.05)
+    assert asking.is_alive()
+    assert not constraint.needs_mask  # says so without waiting: the worker is still at it
+    matcher.may_end.set()
+    asking.join(30)
+    assert not matcher.was_shared
+    assert not constraint.error
+
+
+@pytest.mark.parametrize("name", ["compute_bitmask", "consume_token", "is_stopped", "is_error"])
+@pytest.mark.parametrize("prepared", [True, False])
+def test_an_engine_that_fails_fails_its_constraint(name: str, prepared: bool) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("secret")
+
+    matcher = Exclusive()
+    matcher.may_end.set()
+    setattr(matcher, name, fail)
+    engine = SimpleNamespace(end_id=0, compile=lambda text: matcher)
+    constraint = begin(engine, "x")  # type: ignore[arg-type]
+    if prepared:
+        Constraints(engine, VOCAB).prepare([constraint])  # type: ignore[arg-type]
+    constraint.observe([7])
+    assert not constraint.has_ended
+    assert constraint.allowed(1) is None
+    assert constraint.error == "the grammar engine failed (RuntimeError)"
+
+
 def test_a_history_that_does_not_fit_is_a_fault(engine: GrammarEngine) -> None:
     constraint = begin(engine, regex_grammar("a"))
     constraint.observe([5000])
@@ -227,6 +336,26 @@ def test_a_bad_schema_names_the_place(engine: GrammarEngine, schema: Any, place:
     assert caught.value.field == f"constraint.json_schema{place}"
     assert caught.value.message.startswith(caught.value.field)
     assert caught.value.reason == ("CONSTRAINT_TOO_COMPLEX" if schema is DEEP else "INVALID_CONSTRAINT")
+
+
+def test_names_that_may_be_any_demand_nothing(engine: GrammarEngine) -> None:
+    """zod writes `propertyNames` for every record; a property of that name, and data that looks like it, stay."""
+    record = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}}
+    lookalike = {"propertyNames": {"type": "string"}}
+    schema = {
+        "type": "object",
+        "properties": {"r": record, "propertyNames": {"type": "string"}, "c": {"const": lookalike}},
+        "required": ["r", "propertyNames", "c"],
+        "additionalProperties": False,
+        "$defs": {"propertyNames": {"type": "string"}},
+    }
+    text = compile_constraint(text_pb2.Constraint(json_schema=json.dumps(schema)), engine)
+    ids = tiny().encode('{"r":{"any name":1},"propertyNames":"x","c":{"propertyNames":{"type":"string"}}}')
+    assert engine.compile(text).try_consume_tokens(ids) == len(ids)
+    refused = {"type": "object", "propertyNames": {"pattern": "^a"}}
+    with pytest.raises(InvalidRequestError) as caught:
+        compile_constraint(text_pb2.Constraint(json_schema=json.dumps(refused)), engine)
+    assert "propertyNames" in caught.value.message
 
 
 @pytest.mark.parametrize("text", ["{", '{"const": NaN}', "[" * 50_000])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 from typing import Any
 
 import pytest
 
 from executor.constraint import Constraints
+from rorqual.grammar import GrammarError
 from rorqual.v1 import common_pb2
 from tests.support.executor_fakes import VOCAB, Driven, admit, drop, extend, prefill
 from tests.support.gpu_fakes import DrivenGpu
@@ -186,6 +189,119 @@ def test_only_its_own_sequence_waits_for_a_grammar(d: Any) -> None:
     assert not d.loop._held
 
 
+class Gated(Scripted):
+    """Compiles a text once the test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCAB, EOS)
+        self.lock = threading.Lock()
+        self.begun: list[str] = []
+        self.has_begun = {text: threading.Event() for text in "abcdefghij"}
+        self.may_end = {text: threading.Event() for text in "abcdefghij"}
+
+    def compile(self, text: str) -> Any:
+        name = text[-1]
+        with self.lock:
+            self.begun.append(name)
+        self.has_begun[name].set()
+        assert self.may_end[name].wait(30)
+        return super().compile(text[:-1])
+
+
+def gated(d: Any) -> Gated:
+    engine = d.engine = Gated()
+    d.loop.use_constraints(Constraints(engine, VOCAB))  # type: ignore[arg-type]
+    return engine
+
+
+@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 128, 200])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("make", [Driven, DrivenGpu])
+def test_a_history_is_computed_before_its_grammar_is_compiled(make: Any, num_tokens: int, deterministic: bool) -> None:
+    """It is reported at once; what follows is what would have, had the grammar been there; nothing counts twice."""
+    prompt = [(7 * i) % 90 for i in range(num_tokens)]
+    blocks = list(range(num_tokens // 64 + 2))
+    spec: dict[str, Any] = {"max_total": num_tokens + 20, "frequency_penalty": 1.5, "repetition_penalty": 1.3}
+    spec |= {"prompt_logprobs": 2, "logprobs": 1, **grammar(TEXT + "a", opening=None)}
+    edges = [*range(0, num_tokens, 128), num_tokens]
+
+    def orders(seq_id: int, at: int) -> list[Any]:
+        chunks = [prefill(seq_id, prompt, start, end) for start, end in itertools.pairwise(edges)]
+        return [admit(seq_id, prompt, [at + block for block in blocks], **spec), *chunks]
+
+    d = make(deterministic=deterministic)
+    engine = gated(d)
+    d.order(*orders(1, 0))
+    d.run()
+    r = d.report()
+    assert (r[1].computed, r[1].token_ids) == (num_tokens, [])
+    assert len(r[1].prompt_logprobs) == num_tokens - 1
+    later = [5, 6, 7]
+    d.order(admit(2, later, [10], max_total=9), prefill(2, later))
+    d.run()
+    assert d.report()[2].token_ids == d.model.continuation(later, 6)
+    engine.may_end["a"].set()
+    admission, *chunks = orders(3, 20)
+    d.order(admission)
+    d.run()
+    assert d.loop._sequences[3].constraint._future.result(30)
+    d.order(*chunks)
+    r = run(d)
+    assert r[1].token_ids == r[3].token_ids
+    assert r[1].prompt_logprobs == r[3].prompt_logprobs
+    assert r[1].logprobs == r[3].logprobs
+    assert (r[1].finish, len(r[1].token_ids)) == (STOP, 8)
+    if deterministic and make is DrivenGpu:
+        assert {form for position, form in d.model.forms if position < num_tokens} == {"prefill"}
+
+
+def test_one_compile_holds_up_no_other_and_a_dropped_one_is_not_begun(d: Any) -> None:
+    engine = gated(d)
+    prompt = list(range(10))
+    workers = d.loop._constraints._compiler._pool._max_workers
+    names = "abcdefghij"[:workers]
+    for i, name in enumerate(names):
+        d.order(admit(i, prompt, [i], max_total=40, **grammar(TEXT + name)), prefill(i, prompt))
+        # The same text again: it takes no second worker.
+        d.order(admit(20 + i, prompt, [20 + i], max_total=40, **grammar(TEXT + name)), prefill(20 + i, prompt))
+        d.run()
+        assert engine.has_begun[name].wait(30)
+    d.order(admit(50, prompt, [50], max_total=40, **grammar(TEXT + "j")), prefill(50, prompt))
+    d.run()
+    d.order(drop(50), drop(20))
+    d.run()
+    for name in names:
+        engine.may_end[name].set()
+    d.loop._constraints._compiler._pool.shutdown(wait=True)
+    r = run(d)
+    assert not d.loop._held
+    assert sorted(engine.begun) == sorted([*names, *names[1:]])
+    for i in range(workers):
+        assert len(r[i].token_ids) == 8
+        assert len(r[20 + i].token_ids) == (8 if i else 0)
+    assert not r[50].token_ids
+
+
+def test_a_trial_comes_before_each_text_is_compiled(d: Any) -> None:
+    tried: list[str] = []
+
+    def trial(text: str) -> None:
+        tried.append(text)
+        if text == "1,2;3,4":
+            raise GrammarError("it is too deep")
+
+    d.loop.use_constraints(Constraints(d.engine, VOCAB, trial=trial))
+    a, b = list(range(10)), list(range(20))
+    d.order(
+        admit(1, a, [0], **grammar("1,2;3,4")), prefill(1, a), admit(2, b, [1], **grammar("5,6;7,8")), prefill(2, b)
+    )
+    r = run(d)
+    assert "too deep" in r[1].fault
+    assert r[1].reason == "CONSTRAINT_TOO_COMPLEX"
+    assert fits(r[2].token_ids, "5,6;7,8")
+    assert sorted(tried) == ["1,2;3,4", "5,6;7,8"]
+
+
 def test_a_bad_grammar_and_a_history_that_does_not_fit_end_their_sequence_alone(d: Any) -> None:
     a, b, c = list(range(10)), list(range(20)), list(range(30))
     d.order(
@@ -195,5 +311,6 @@ def test_a_bad_grammar_and_a_history_that_does_not_fit_end_their_sequence_alone(
     )  # fmt: skip
     r = run(d)
     assert "it is bad" in r[1].fault
+    assert r[1].reason == r[2].reason == "CONSTRAINT_TOO_COMPLEX"
     assert "90" in r[2].fault
     assert r[3].token_ids == d.model.continuation(c, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 from typing import Any
 
@@ -14,6 +15,7 @@ from gateway.anthropic import request as message_request
 from gateway.openai import chat, completions, response_request
 from gateway.openai.fields import MAX_SEARCHED_BYTES, ignored_header
 from gateway.openai.schema import ChatBody, CompletionBody
+from gateway.policy import RULES, Act, Dialect
 from rorqual.core.errors import InvalidRequestError
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -94,7 +96,11 @@ def nested(depth: int) -> dict[str, Any]:
         (with_field(logprobs=3), "logprobs"),
         (with_field(stream_options={"include_usage": True}), "stream_options"),
         (with_field(stream="yes"), "stream"),
-        (with_field(tools=[{"type": "retrieval"}]), "tools[0]"),
+        (with_field(tools=[{"type": "function", "name": "f", "parameters": {}}]), "tools[0].function"),
+        (with_field(tool_choice={"type": "none"}), "tool_choice"),
+        (with_field(max_tokens=4.5), "max_tokens"),
+        (with_field(stop_token_ids=[1, 2.5]), "stop_token_ids[1]"),
+        (with_field(max_tokens=1e300), "max_tokens"),
         (with_field(tools=[{"type": "function", "function": {"name": "f", "parameters": []}}]),
          "tools[0].function.parameters"),
         (with_field(tools=[{"type": "function", "function": {}}]), "tools[0].function.name"),
@@ -128,7 +134,6 @@ def test_a_bad_value_is_named(body: Any, field: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("guided_decoding_backend", "outlines"),
         ("guided_whitespace_pattern", " "),
         ("regex", "a+"),
         ("ebnf", "root ::= x"),
@@ -136,7 +141,6 @@ def test_a_bad_value_is_named(body: Any, field: str) -> None:
         ("function_call", "auto"),
         ("audio", {"voice": "x"}),
         ("modalities", ["text", "audio"]),
-        ("prediction", {"type": "content", "content": "x"}),
         ("best_of", 3),
         ("use_beam_search", True),
         ("chat_template", "{{ x }}"),
@@ -144,7 +148,7 @@ def test_a_bad_value_is_named(body: Any, field: str) -> None:
         ("extra_key", "k"),
         ("no_stop_trim", True),
         ("logits_processors", ["x"]),
-        ("store", True),
+        ("web_search_options", {}),
         ("echo", True),
     ],
 )
@@ -179,6 +183,60 @@ def test_its_harmless_values_pass_without_a_word(name: str, value: Any) -> None:
     body, unknown = chat.READER.read(json.dumps(with_field(**{name: value})).encode())
     assert unknown == []
     chat.chat_command(body, "r")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("guided_decoding_backend", "outlines"),
+        ("prediction", {"type": "content", "content": "x"}),
+        ("service_tier", "priority"),
+        ("store", True),
+        ("verbosity", "low"),
+        ("mm_processor_kwargs", {"fps": 1}),
+    ],
+)
+def test_a_hint_is_taken_and_named(name: str, value: Any) -> None:
+    body, ignored = chat.READER.read(json.dumps(with_field(**{name: value})).encode())
+    assert ignored == [name]
+    assert ignored_header(ignored) == {"x-rorqual-ignored-fields": name}
+    chat.chat_command(body, "r")
+
+
+def test_whole_numbers_may_be_written_with_a_point() -> None:
+    """To JSON Schema 4.0 is an integer, and clients in languages of one kind of number write it so."""
+    raw = (
+        b'{"messages":[{"role":"user","content":"x"}],"max_tokens":4.0,"top_k":40.0,"seed":1.0,"n":2e0,"temperature":1.0,'
+        b'"stop_token_ids":[5.0,6],"min_tokens":3.0,"metadata":{"a":"4.0"},'
+        b'"tools":[{"type":"function","function":{"name":"f","parameters":{"type":"object","maxProperties":4.0}}}]}'
+    )
+    body, ignored = chat.READER.read(raw)
+    assert ignored == []
+    assert (body.max_tokens, body.top_k, body.seed, body.n, body.min_tokens) == (4, 40, 1, 2, 3)
+    assert (body.stop_token_ids, body.temperature) == ([5, 6], 1.0)
+    options = chat.chat_command(body, "r").chat.options
+    assert (options.max_tokens, options.sampling.top_k, options.num_choices) == (4, 40, 2)
+    assert body.tools is not None
+    assert body.tools[0].function is not None
+    assert b'"maxProperties":4.0' in bytes(body.tools[0].function.parameters)  # a schema is left as it is
+    completion, _ = completions.READER.read(b'{"prompt":[1.0,2],"max_tokens":3.0}')
+    assert (completion.prompt, completion.max_tokens) == ([1, 2], 3)
+    thinking = b'{"max_tokens":9.0,"messages":[{"role":"user","content":"x"}],"thinking":{"type":"enabled","budget_tokens":8.0}}'
+    message, _ = message_request.READER.read(thinking)
+    assert message.thinking is not None
+    assert (message.max_tokens, message.thinking.budget_tokens) == (9, 8)
+
+
+def test_every_row_of_the_policy_has_one_meaning() -> None:
+    """A name has one row a dialect, and what the schema serves has none."""
+    for dialect in Dialect:
+        names = [rule.name for rule in RULES if dialect in rule.dialects]
+        assert len(names) == len(set(names)), dialect
+    for rule in RULES:
+        assert rule.cure == "" or rule.act is Act.REFUSED
+        assert not rule.asks(None)
+    for reader in (chat.READER, completions.READER, response_request.READER, message_request.READER):
+        assert not reader.rules.keys() & set(reader.body_type.__struct_encode_fields__)
 
 
 def test_every_field_may_be_null() -> None:
@@ -295,3 +353,19 @@ def test_wrong_types_anywhere_never_raise_anything_else(body: dict[str, Any]) ->
         completion, _ = completions.READER.read(raw)
         for command in completions.completion_commands(completion, "r"):
             command.SerializeToString()
+
+
+def test_reading_a_body_leaves_nothing_for_the_collector_of_cycles() -> None:
+    """It runs seldom here: what waits for it is memory that grows with each request."""
+    body = json.dumps(with_field(stream_options={"include_usage": True, "stranger": "x" * 1000}, odd=1)).encode()
+    chat.READER.read(body)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(10):
+            assert chat.READER.read(body)[1] == ["odd", "stream_options.stranger"]
+            with contextlib.suppress(InvalidRequestError):
+                chat.READER.read(b'{"messages": 5}')
+        assert gc.collect() == 0
+    finally:
+        gc.enable()

@@ -105,3 +105,27 @@ def test_however_a_stream_is_cut_the_joined_events_are_those_of_an_uncut_one(scr
         return heard
 
     assert run(cuts) == run([])
+
+
+def echo_parts(num_ids: int, *sizes: int) -> list[text_pb2.PromptEcho]:
+    """An echo of `num_ids` tokens as events with so many log-probabilities each."""
+    entries = iter([text_pb2.TokenLogprobText(token_id=n) for n in range(num_ids)])
+    parts = [text_pb2.PromptEcho(logprobs=[next(entries) for _ in range(size)]) for size in sizes]
+    parts[0].text, parts[0].token_ids = "prompt", bytes(4 * num_ids)
+    return parts
+
+
+def test_an_echo_in_several_events_is_one() -> None:
+    ledger = Ledger(2, echo_expected=True)
+    record(ledger, text_pb2.TextEvent(accepted=ACCEPTED))
+    one, two, three = echo_parts(7, 3, 3, 1)
+    assert record(ledger, event(0, echo=one), event(1, echo=one), event(0, echo=two)) == []
+    assert not ledger.resume().prompt_logprobs_delivered  # type: ignore[union-attr]
+    [whole] = record(ledger, event(0, echo=three))
+    assert (whole.echo.text, len(whole.echo.token_ids)) == ("prompt", 28)
+    assert [entry.token_id for entry in whole.echo.logprobs] == list(range(7))
+    # A resume begins what was not whole anew, perhaps in one piece; what was whole is not said twice.
+    assert record(ledger, event(0, echo=one), event(0, echo=two), event(0, echo=three)) == []
+    [whole] = record(ledger, event(1, echo=one), event(1, echo=echo_parts(7, 7)[0]))
+    assert len(whole.echo.logprobs) == 7
+    assert ledger.resume().prompt_logprobs_delivered  # type: ignore[union-attr]

@@ -26,6 +26,7 @@ class ManualClock:
 class FakeLink:
     heard = True
     silent_s = 0.0
+    closed = False
 
     def __init__(self, num_streams: int) -> None:
         self.num_streams = num_streams
@@ -86,7 +87,7 @@ async def test_only_who_serves_the_model_is_asked(replicas: ReplicaSet) -> None:
     assert picked(replicas, "m") != "a:1"
     replicas.check_model("other")
     replicas.check_model("")
-    with pytest.raises(ModelNotFoundError):
+    with pytest.raises(ModelNotFoundError, match="'none' is not served here; ask for 'other', 'm', or leave"):
         replicas.check_model("none")
     with pytest.raises(ModelNotFoundError):
         await replicas.acquire("none")

@@ -38,7 +38,7 @@ def test_what_is_left_out_stays_unset() -> None:
 def test_every_field_arrives() -> None:
     options = chat_request(
         model="m", max_completion_tokens=7, temperature=0, top_p=0.5, top_k=40, min_p=0.25, seed=-1, n=3, stop="END",
-        stop_token_ids=[5, 6], include_stop_str_in_output=True, min_tokens=2, ignore_eos=True, presence_penalty=1,
+        stop_token_ids=[5, 6], include_stop_str_in_output=True, stop_in_reasoning=True, min_tokens=2, ignore_eos=True, presence_penalty=1,
         frequency_penalty=-1, repetition_penalty=1.5, logit_bias={"7": -100, "8": 2.5}, logprobs=True, top_logprobs=4,
         cache_salt="salt", priority=-3, return_token_ids=True, skip_special_tokens=False,
     ).options  # fmt: skip
@@ -52,6 +52,7 @@ def test_every_field_arrives() -> None:
     assert list(options.stop) == ["END"]
     assert list(sampling.stop_token_ids) == [5, 6]
     assert (options.include_stop_str_in_output, options.ignore_eos, sampling.min_tokens) == (True, True, 2)
+    assert options.stop_in_reasoning
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1, -1, 1.5)
     assert dict(sampling.logit_bias) == {7: -100, 8: 2.5}
     assert sampling.logprobs == 4

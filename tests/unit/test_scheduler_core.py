@@ -12,11 +12,13 @@ from rorqual.core.blocks import BLOCK_SIZE
 from rorqual.core.errors import (
     CapacityError,
     DeadlineExceededError,
+    InternalError,
     InvalidRequestError,
     NumericalFaultError,
     PreconditionError,
     PromptTooLongError,
     QueueFullError,
+    RorqualError,
     SupersededError,
 )
 from rorqual.core.token_ids import pack_token_ids
@@ -24,10 +26,11 @@ from rorqual.v1 import common_pb2, executor_pb2, generation_pb2
 from services.scheduler import policy
 from services.scheduler.core import CoreConfig
 from services.scheduler.events import Event, ExecutorConnected, Open
+from services.scheduler.executor_contract import spec_from_hello
 from services.scheduler.executor_state import ExecutorState
 from services.scheduler.orders import Admit, Copy, Drop, Extend, Label, Order, Prefill
 from services.scheduler.stream_events import FinishReason, StreamAdmitted, StreamFinished, StreamTokens
-from services.scheduler.wire import reported_from_proto, request_from_proto, spec_from_hello
+from services.scheduler.wire import reported_from_proto, request_from_proto
 from tests.support.sim_world import Client, Link, World, random_run
 
 VOCAB = 97
@@ -359,6 +362,30 @@ def test_a_numerical_fault_ends_one_sequence_and_its_blocks_serve_nobody() -> No
     world.open(make_proto(200, request_id="again"))
     (admit,) = of(Admit, orders(world, link))
     assert admit.num_cached_tokens == 0
+    world.run_to_end()
+    assert healthy.finish is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        ("", NumericalFaultError),
+        ("NUMERICAL_FAULT", NumericalFaultError),
+        ("CONSTRAINT_TOO_COMPLEX", InvalidRequestError),
+        ("INTERNAL", InternalError),
+        ("OF_A_LATER_VERSION", InternalError),
+    ],
+)
+def test_a_fault_says_whose_it_is(reason: str, kind: type[RorqualError]) -> None:
+    world, link = make_world()
+    faulty, healthy = world.open(make_proto(200, max_tokens=100)), world.open(make_proto(200, start=1))
+    turn(world, link)
+    world.faulted.add(faulty.stream_id)
+    link.sim.fault(min(link.sim.sequences), "what was found", reason)
+    world.report(link)
+    assert type(faulty.error) is kind
+    assert faulty.error.message == "what was found"
+    assert faulty.error.reason == (reason if kind is InvalidRequestError else kind.reason)
     world.run_to_end()
     assert healthy.finish is FinishReason.LENGTH
 
@@ -743,7 +770,7 @@ def test_admission_leaves_the_watermark_to_the_running(monkeypatch: pytest.Monke
             assert self.cache.num_free >= needed
 
     monkeypatch.setattr(ExecutorState, "admit", admit)
-    for seed in range(5):
+    for seed in range(12):
         random_run(random.Random(seed), 300)
     assert num_checked > 50
 

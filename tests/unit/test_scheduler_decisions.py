@@ -16,13 +16,14 @@ from rorqual.v1 import common_pb2, executor_pb2, generation_pb2
 from services.scheduler import policy
 from services.scheduler.drain_rate import DrainRate
 from services.scheduler.events import Request
+from services.scheduler.executor_contract import spec_from_hello
 from services.scheduler.generation_service import UsedIds
 from services.scheduler.outbox import Outbox
 from services.scheduler.prefill_queue import PrefillQueue
 from services.scheduler.sequence import Sequence
 from services.scheduler.stream_events import FinishReason, StreamFinished, StreamTokens
-from services.scheduler.waiting_queue import WaitingQueue
-from services.scheduler.wire import reported_from_proto, request_from_proto, spec_from_hello
+from services.scheduler.waiting_queue import WaitingQueue, classes_gained
+from services.scheduler.wire import reported_from_proto, request_from_proto
 
 
 @settings(deadline=None)
@@ -91,6 +92,53 @@ def test_the_queue_goes_by_priority_then_resumes_then_arrival() -> None:
     assert len(queue) == 0
 
 
+def test_who_waits_gets_a_better_class_but_none_better_than_is_there() -> None:
+    assert [classes_gained(waited_s, 30.0) for waited_s in (0, 29.9, 30, 60, 90, 120, 150)] == [0, 0, 1, 2, 4, 8, 16]
+    assert classes_gained(1e9, 30.0) >= 2**32
+    queue = WaitingQueue(30.0)
+    old, newer, best = sequence(1, priority=10), sequence(2, priority=7), sequence(3, priority=5)
+    queue.push(old, 0.0)
+    queue.push(newer, 0.0)
+    assert queue.peek(30.0) is newer
+    assert (old.priority, newer.priority) == (9, 7)  # the best class there gains nothing
+    queue.push(best, 80.0)
+    assert queue.peek(80.0) is newer  # 7 - 2, and it came earlier
+    assert (old.priority, newer.priority, best.priority) == (8, 5, 5)
+    assert queue.peek(90.0) is newer  # 7 - 4, but nobody is better than 5
+    assert (old.priority, newer.priority, best.priority) == (6, 5, 5)
+    assert queue.peek(119.0) is newer
+    assert queue.peek(120.0) is old
+    queue.discard(old)
+    assert old.priority == 5
+    queue.push(old, 130.0)  # displaced: it keeps what it has
+    assert queue.peek(131.0) is old
+    assert [queue.ahead(4), queue.ahead(5)[0]] == [(0, 0, 0), 3]
+
+
+@pytest.mark.parametrize("ageing_s", [0.02, 0.1, 0.3, 30.0])
+def test_ageing_goes_on_whatever_is_rounded(ageing_s: float) -> None:
+    """Asked at just the times that it names itself, where a quotient may come out below a whole number."""
+    queue = WaitingQueue(ageing_s)
+    waiting, best = sequence(1, priority=100), sequence(2, priority=0)
+    queue.push(best, 0.001)
+    queue.push(waiting, 0.001)
+    for period in range(1, 200):
+        due_s = max(entry[0] for entry in queue._due)
+        assert due_s == pytest.approx(0.001 + period * ageing_s)
+        queue.peek(due_s)
+    assert waiting.priority == 0
+
+
+def test_a_class_that_runs_counts_as_there() -> None:
+    queue = WaitingQueue(30.0)
+    waiting = sequence(1, priority=3)
+    queue.push(waiting, 0.0)
+    assert queue.peek(200.0, None) is waiting
+    assert waiting.priority == 3
+    assert queue.peek(250.0, 1) is waiting
+    assert waiting.priority == 1
+
+
 def test_a_queue_of_the_cancelled_takes_no_room() -> None:
     queue = WaitingQueue()
     for i in range(10_000):
@@ -98,6 +146,11 @@ def test_a_queue_of_the_cancelled_takes_no_room() -> None:
         queue.push(seq)
         queue.discard(seq)
     assert len(queue._heap) < 200
+    ageing = WaitingQueue(1.0)
+    for i in range(10_000):
+        ageing.push(seq := sequence(i), 0.0)
+        ageing.discard(seq)
+    assert len(ageing._due) < 200
 
 
 def test_the_queue_knows_what_stands_before_a_class() -> None:

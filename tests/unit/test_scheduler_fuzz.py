@@ -149,7 +149,8 @@ def _forget_a_chunk_that_others_wait_for(monkeypatch: pytest.MonkeyPatch) -> Non
     def send_chunks(self: ExecutorState) -> None:
         original(self)
         followed = {s.seq_id for h, s in self._computing.items() if h in self._by_hash_followers}
-        self._orders = [o for o in self._orders if not (isinstance(o, Prefill) and o.seq_id in followed)]
+        for orders in self._orders._batches:
+            orders[:] = [o for o in orders if not (isinstance(o, Prefill) and o.seq_id in followed)]
 
     monkeypatch.setattr(ExecutorState, "send_chunks", send_chunks)
 
@@ -213,10 +214,8 @@ def _copy_a_token_less(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def admit(self: ExecutorState, *args: Any) -> None:
         original(self, *args)
-        self._orders = [
-            replace(order, num_tokens=order.num_tokens - 1) if isinstance(order, Copy) else order
-            for order in self._orders
-        ]
+        orders = self._orders._batches[-1]
+        orders[:] = [replace(o, num_tokens=o.num_tokens - 1) if isinstance(o, Copy) else o for o in orders]
 
     monkeypatch.setattr(ExecutorState, "admit", admit)
 

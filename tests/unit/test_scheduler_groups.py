@@ -15,9 +15,10 @@ from rorqual.core.token_ids import pack_token_ids
 from rorqual.v1 import common_pb2, executor_pb2, generation_pb2
 from services.scheduler.core import CoreConfig
 from services.scheduler.events import GroupSpec, InventoryBlock
+from services.scheduler.executor_contract import spec_from_hello
 from services.scheduler.kv_cache import KvCache, Share
 from services.scheduler.orders import Admit, Extend, Label, Order, Prefill
-from services.scheduler.wire import fill_batch, spec_from_hello
+from services.scheduler.wire import fill_batch
 from tests.support.sim_world import Client, Link, World
 
 FULL, WINDOW, STATE = 0, 1, 2

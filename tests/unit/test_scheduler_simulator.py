@@ -18,6 +18,7 @@ from services.scheduler.drain_rate import DrainRate
 SOURCES = [
     "poisson:rate=50,requests=60,input=32-700,output=1-60",
     "bursts:size=30,every=0.5,requests=60,input=64-300,output=8-40,limit=900",
+    "flood:rate=50,requests=60,others=6,input=32-300,output=8-40",
     "chat:sessions=12,turns=3,rate=6,output=20-90",
     "agents:sessions=4,turns=3,rate=4,tools=300,context=2000,result=50-200,output=20-90",
 ]
@@ -106,6 +107,30 @@ def test_refusing_deadlines_early_costs_no_answer(source: str, monkeypatch: pyte
     assert early["failed"]["DEADLINE_UNREACHABLE"] > 20  # type: ignore[index]
     assert set(late["failed"]) == {"DEADLINE_EXCEEDED"}  # type: ignore[call-overload]
     assert early["finished"] >= late["finished"] > 20  # type: ignore[operator]
+
+
+def first_token_waits(ageing_s: float, better: int) -> tuple[list[float], list[float]]:
+    """Seconds to the first token in a flood of twice what one executor can serve: of the flood, and of the others."""
+    config = SimulationConfig(
+        num_executors=1,
+        model=replace(StepModel.load(), max_num_seqs=8),
+        core=CoreConfig(max_queue_len=1_000_000, priority_ageing_s=ageing_s),
+    )
+    trace = make_trace(f"flood:rate=14,requests=500,better={better},others=12,input=64,output=200", 1)
+    outcomes = Simulation(trace, config).run().outcomes
+    assert len(outcomes) == len(trace)
+    flood = [outcome.ttft_s for outcome in outcomes if outcome.request.priority]
+    return flood, [outcome.ttft_s for outcome in outcomes if not outcome.request.priority]
+
+
+@pytest.mark.parametrize(("better", "periods"), [(1, 1), (3, 3), (1000, 11), (2**31, 32)])
+def test_a_flood_of_a_better_class_delays_others_by_a_bounded_time(better: int, periods: int) -> None:
+    ageing_s = 2.0 if better < 1000 else 0.2
+    flood, others = first_token_waits(ageing_s, better)
+    without = first_token_waits(0.0, better)[1]
+    assert max(others) <= max(flood) + ageing_s * periods + 0.5  # (at worst one answer has to end first)
+    assert max(without) > max(others) + 5.0
+    assert len(others) == len(without) == 12
 
 
 def test_step_times_pass_through_what_was_recorded() -> None:

@@ -120,6 +120,42 @@ def test_what_does_not_fit_is_refused_by_name(folder: Path, name: str, change: A
     assert words in str(caught.value)
 
 
+def test_a_missing_tokenizer_config_is_told_with_what_is_assumed(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert Vocabulary(read_checkpoint(folder)).add_bos
+    assert caplog.text == ""
+    (folder / "tokenizer_config.json").unlink()
+    assert not Vocabulary(read_checkpoint(folder)).add_bos
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert str(folder / "tokenizer_config.json") in record.getMessage()
+    assert "no begin-of-sequence token is added" in record.getMessage()
+
+
+def test_a_begin_token_that_only_other_files_know_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    edit(folder / "tokenizer_config.json", bos_token=None)
+    edit(folder / "config.json", bos_token_id=0)
+    assert not Vocabulary(read_checkpoint(folder)).add_bos
+    assert "names no bos_token" in caplog.text
+    assert "bos_token_id is 0" in caplog.text
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_byte_order_mark_is_no_fault(folder: Path, name: str) -> None:
+    expected = Vocabulary(read_checkpoint(folder)), read_checkpoint(folder)
+    path = folder / name
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    checkpoint = read_checkpoint(folder)
+    assert checkpoint == expected[1]
+    assert Vocabulary(checkpoint).eos_ids == expected[0].eos_ids
+
+
+def test_a_byte_order_mark_does_not_begin_a_prompt(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_bytes(b"\xef\xbb\xbffrom file")
+    assert read_checkpoint(folder).chat_templates == {"default": "from file"}
+
+
 def test_no_folder_at_all() -> None:
     with pytest.raises(CheckpointError, match="not a folder"):
         read_checkpoint(Path("/nonexistent"))

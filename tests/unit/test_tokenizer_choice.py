@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +29,7 @@ def rules(
     max_tokens: int | None = None,
     min_tokens: int = 0,
     start: Start | None = None,
+    in_reasoning: bool = False,
 ) -> ChoiceRules:
     return ChoiceRules(
         table=v4().plain_text if start is None else v4().chat_table(calls=False, show_marks=False),
@@ -36,6 +39,7 @@ def rules(
         max_tokens=max_tokens,
         syntax=OutputSyntax(v4().marks, None) if start is not None else None,
         start=start or Start.CONTENT_CONTINUED,
+        stop_in_reasoning=in_reasoning,
     )
 
 
@@ -85,6 +89,63 @@ def test_stop_strings_begin_after_min_tokens() -> None:
     assert run(ChoiceMachine(rules(stops=["no"], min_tokens=2)), [ids])[1:3] == ("no no ", 3)
 
 
+THOUGHT_AND_ANSWER = "<think>\nThe answer: 4\n</think>\n\nSure. The answer: 4"
+
+
+def test_stop_strings_are_looked_for_in_the_answer() -> None:
+    ids = v4().encode(THOUGHT_AND_ANSWER)
+    found = End(stop_string="answer:")
+    for size in (1, 3, len(ids)):
+        chunks = [ids[at : at + size] for at in range(0, len(ids), size)]
+        stop = rules(stops=["answer:"], start=Start.UNDECIDED)
+        assert run(ChoiceMachine(stop), chunks)[:2] == ("The answer: 4", "Sure. The ")
+        both = run(ChoiceMachine(replace(stop, stop_in_reasoning=True)), chunks)
+        assert (both[:2], both[3]) == (("The ", ""), found)
+    assert run(ChoiceMachine(rules(stops=["answer:"], start=Start.CONTENT)), [ids])[3] == found
+
+
+def test_a_stop_string_lies_in_the_thought_or_in_the_answer_not_over_both() -> None:
+    ids = v4().encode("<think>one</think>two")
+    machine = ChoiceMachine(rules(stops=["onetwo", "one two"], start=Start.UNDECIDED, in_reasoning=True))
+    assert run(machine, [[*ids, EOS]]) == ("one", "two", len(ids) + 1, End(stop_token_id=EOS))
+
+
+@pytest.mark.parametrize("format_name", ["deepseek-v3", "deepseek-v4"])
+def test_stop_strings_do_not_cut_calls(format_name: str) -> None:
+    call = {
+        "deepseek-v3": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a":"x"}\n```'
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "deepseek-v4": '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="true">x'
+        "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+    }[format_name]
+    ids = v4().encode(f"Hm, x\n\n</think>ok{call}")
+    stops = compile_stop_strings(["x", "\n\n", "a"], include_in_output=False)
+    machine = ChoiceMachine(replace(rules_of(format_name, Start.REASONING), stop_strings=stops))
+    answer = Answer().add(machine.push([*ids, EOS]).pieces)
+    assert machine.end == End(stop_token_id=EOS)
+    assert (answer.reasoning, answer.content) == ("Hm, x", "ok")
+    assert [call.name for call in answer.calls] == ["f"]
+    assert json.loads(answer.calls[0].arguments) == {"a": "x"}
+
+
+def test_a_stop_string_at_the_end_is_found_where_a_call_might_have_begun() -> None:
+    ids = v4().encode("ok\n\n")
+    stops = compile_stop_strings(["\n\n"], include_in_output=False)
+    stop = replace(rules_of("deepseek-v4", Start.CONTENT), stop_strings=stops)
+    by_string = End(stop_string="\n\n")
+    for ends in ([EOS], v4().encode("more")):  # the model ends, or goes on
+        machine = ChoiceMachine(stop)
+        assert Answer().add(machine.push([*ids, *ends]).pieces).plain == ("", "ok", [])
+        assert machine.end == by_string
+    budget = ChoiceMachine(replace(stop, max_tokens=len(ids)))
+    assert Answer().add(budget.push(ids).pieces).content == "ok"
+    assert budget.end == by_string
+    elsewhere = ChoiceMachine(stop)  # whoever ends it flushes
+    answer = Answer().add(elsewhere.push(ids).pieces)
+    assert answer.add(elsewhere.flush()).content == "ok"
+    assert elsewhere.end == by_string
+
+
 def test_reasoning_and_content_in_one_chunk() -> None:
     ids = v4().encode("<think>\nAdd them.\n</think>\n\n4")
     machine = ChoiceMachine(rules(start=Start.UNDECIDED))
@@ -116,6 +177,7 @@ RULES = st.builds(
     max_tokens=st.one_of(st.none(), st.integers(1, 30)),
     min_tokens=st.integers(0, 4),
     start=st.one_of(st.none(), st.sampled_from(list(Start))),
+    in_reasoning=st.booleans(),
 )
 
 
@@ -173,6 +235,7 @@ def test_any_chunking_and_any_resume_of_calls_give_the_same(
         stop_strings=compile_stop_strings(stops, include_in_output=False) if stops else None,
         max_tokens=data.draw(st.one_of(st.none(), st.integers(1, 30))),
         max_calls=max_calls,
+        stop_in_reasoning=data.draw(st.booleans()),
         forced_ids=tuple(v4().encode(FORCED[format_name])) if forced else (),
     )
     whole = ChoiceMachine(rules)

@@ -76,6 +76,32 @@ async def test_a_session_frame_holds_all_streams_and_what_gathers_meanwhile_join
     assert [frame async for frame in frames] == []
 
 
+async def test_what_is_too_long_for_a_message_is_cut_between_events() -> None:
+    """One stream's events too: the log-probabilities of a long prompt."""
+    outbox, call = SessionOutbox(), CallOutbox(text_pb2.CompleteResponse)
+    first, second = outbox.sink(1, lambda _: None), outbox.sink(2, lambda _: None)
+    long = "x" * (7 << 20)
+    first.events().add().content = "before"
+    for n in range(5):
+        for sink in (second, call):
+            event = sink.events().add(choice_index=n)  # type: ignore[call-arg]
+            event.content = long
+    second.fail(QueueFullError("full"))
+    call.end()
+    outbox.heartbeat()
+    outbox.close()
+    frames = [frame async for frame in outbox.frames()]
+    assert len(frames) == 3
+    assert max(frame.ByteSize() for frame in frames) <= 16 << 20
+    heard = [(s.stream_id, e.choice_index) for frame in frames for s in frame.streams for e in s.events]
+    assert heard == [(1, 0), *((2, n) for n in range(5))]
+    errors = [[s.error.reason for s in frame.streams if s.HasField("error")] for frame in frames]
+    assert errors == [[], [], ["QUEUE_FULL"]]
+    assert [frame.HasField("heartbeat") for frame in frames] == [True, False, False]
+    responses = [response async for response in call.responses()]
+    assert [[e.choice_index for e in response.events] for response in responses] == [[0, 1], [2, 3], [4]]
+
+
 def test_used_ids_stay_small_when_they_count_up() -> None:
     used = UsedIds()
     assert all(used.add(n) for n in range(10, 1000))

@@ -153,7 +153,124 @@ def test_missing_tensor(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     del tensors[name]
     text = refusal(write_checkpoint(tmp_path, V3, tensors), monkeypatch)
     assert name in text
-    assert str(tmp_path) in text
+    assert str(tmp_path / "model.safetensors") in text
+
+
+def test_a_missing_tensor_that_no_index_lists_is_placed_by_its_neighbours(
+    sharded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "model.layers.1.mlp.experts.5.up_proj.weight"
+    weight_map = json.loads((sharded / INDEX).read_text())["weight_map"]
+    edit_shard(sharded / weight_map[name], lambda tensors: tensors.pop(name))
+    edit_json(sharded / INDEX, lambda index: index["weight_map"].pop(name))
+    text = refusal(sharded, monkeypatch)
+    assert f"{name!r} [" in text
+    assert f"is not listed in {sharded / INDEX}" in text
+    layer = {file for other, file in weight_map.items() if other.startswith("model.layers.1.")}
+    assert f"other tensors of model.layers.1 are in {', '.join(sorted(layer))}" in text
+    assert "(1 of " in text
+
+
+def test_a_missing_tensor_that_the_index_lists_is_named_with_its_file(
+    sharded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = a_tensor_of(sharded, SHARD)
+    edit_shard(sharded / SHARD, lambda tensors: tensors.pop(name))
+    text = refusal(sharded, monkeypatch)
+    assert f"{sharded / SHARD}: does not hold tensor {name!r}" in text
+
+
+def edit_header(file: Path, change: Callable[[str], str]) -> None:
+    """Rewrite a file's header as text; its data stay as they are."""
+    raw = file.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = change(raw[8 : 8 + length].decode().rstrip()).encode()
+    file.write_bytes(struct.pack("<Q", len(header)) + header + raw[8 + length :])
+
+
+def test_a_tensor_named_twice_in_a_file(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = a_tensor_of(sharded, SHARD)
+    entries = json.loads((sharded / SHARD).read_bytes()[8:].split(b"}}")[0] + b"}}")
+    again = json.dumps({name: entries[name]})[1:]
+    edit_header(sharded / SHARD, lambda header: header.removesuffix("}") + "," + again)
+    text = refusal(sharded, monkeypatch)
+    assert f"{sharded / SHARD}: the header names {name!r} twice" in text
+    assert "download it again" in text
+
+
+def test_a_tensor_named_twice_in_the_index(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = a_tensor_of(sharded, SHARD)
+    index = (sharded / INDEX).read_text()
+    (sharded / INDEX).write_text(index.replace('"weight_map": {', f'"weight_map": {{"{name}": "{SHARD}", ', 1))
+    text = refusal(sharded, monkeypatch)
+    assert f"{sharded / INDEX}: names {name!r} twice" in text
+
+
+@pytest.mark.parametrize("shift", [-4, 4])
+def test_tensors_that_share_bytes_or_leave_some(shift: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_checkpoint(tmp_path, V3, random_tensors(V3))
+
+    def change(header: str) -> str:
+        entries = json.loads(header)
+        names = sorted(entries.keys() - {"__metadata__"}, key=lambda name: entries[name]["data_offsets"])
+        begin, end = entries[names[3]]["data_offsets"]
+        entries[names[3]]["data_offsets"] = [begin + shift, end + shift]
+        return json.dumps(entries)
+
+    edit_header(folder / "model.safetensors", change)
+    text = refusal(folder, monkeypatch)
+    assert "model.safetensors: " in text
+    assert ("share bytes" if shift < 0 else "4 bytes before tensor") in text
+
+
+@pytest.mark.parametrize("how", ["../x", "absolute", "deeper", ".", ""])
+def test_an_index_that_points_outside_the_folder(how: str, sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outside = sharded.parent / f"{sharded.name}-outside.safetensors"
+    (sharded / "deeper").mkdir()
+    for place in (outside, sharded / "deeper" / SHARD):
+        place.write_bytes((sharded / SHARD).read_bytes())
+    points_at = {"../x": f"../{outside.name}", "absolute": str(outside), "deeper": f"deeper/{SHARD}"}.get(how, how)
+    name = a_tensor_of(sharded, SHARD)
+    edit_json(sharded / INDEX, lambda index: index["weight_map"].update({name: points_at}))
+    text = refusal(sharded, monkeypatch)
+    assert str(sharded / INDEX) in text
+    assert f"{name!r} is in {points_at!r}, which is not the name of a file in this folder" in text
+    outside.unlink()
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_a_link_that_leads_out_of_the_folder(num_shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_checkpoint(tmp_path / "model", V3, random_tensors(V3), num_shards=num_shards)
+    file = folder / (SHARD if num_shards > 1 else "model.safetensors")
+    outside = file.rename(tmp_path / "elsewhere")
+    file.symlink_to(outside)
+    text = refusal(folder, monkeypatch)
+    assert f"{file}: is a link out of the folder, to {outside}" in text
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_links_of_a_hugging_face_cache_are_followed(num_shards: int, tmp_path: Path) -> None:
+    repository = tmp_path / "models--some--one"
+    folder = write_checkpoint(repository / "snapshots" / "abc", V3, random_tensors(V3), num_shards=num_shards)
+    (repository / "blobs").mkdir()
+    for number, file in enumerate(sorted(folder.iterdir())):
+        blob = file.rename(repository / "blobs" / f"{number:040x}")
+        file.symlink_to(Path("..") / ".." / "blobs" / blob.name)
+    assert load_model(folder, dtype=torch.float32).config.num_hidden_layers == V3["num_hidden_layers"]
+
+
+def test_a_link_to_the_folder_itself_is_followed(sharded: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(sharded)
+    with CheckpointFiles(tmp_path / "link") as files:
+        assert len(files.files) == 3
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX, "tokenizer.json"])
+def test_a_byte_order_mark_is_no_fault(name: str, sharded: Path) -> None:
+    (sharded / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    file = sharded / name
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert load_model(sharded, dtype=torch.float32).config.vocab_size == V3["vocab_size"]
 
 
 @pytest.mark.parametrize("name", ["model.layers.7.input_layernorm.weight", "model.vision.weight"])
