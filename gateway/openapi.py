@@ -29,6 +29,7 @@ _ERRORS = {
     "404": "The model does not exist here.",
     "408": "The body did not arrive in time, or the request took longer than it may.",
     "413": "The body is larger than is taken.",
+    "415": "The body has a Content-Encoding that is not read; Accept-Encoding names those that are.",
     "429": "Too many requests wait; try again after Retry-After.",
     "500": "A fault of the server. Its text stays in the server's log.",
     "503": "A part of the server is missing; the message names it. Try again after Retry-After.",
@@ -90,7 +91,7 @@ def _any(route: Route) -> dict[str, str]:
 
 
 def _may_answer(route: Route, path: str, code: str) -> bool:
-    if code in ("400", "408", "413"):
+    if code in ("400", "408", "413", "415"):
         return route.reader is not None
     if code == "401":
         return route.needs_key

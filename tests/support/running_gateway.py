@@ -66,10 +66,10 @@ async def running_gateway(
 
 
 def sse_events(body: str) -> list[Any]:
-    """The decoded data of each event; the string "[DONE]" for that."""
+    """The decoded data of each event; the string "[DONE]" for that. Comments are skipped."""
     events: list[Any] = []
     for block in body.split("\n\n"):
-        if block:
+        if block and not block.startswith(":"):
             assert block.startswith("data: "), block
             data = block.removeprefix("data: ")
             events.append(data if data == "[DONE]" else msgspec.json.decode(data.encode()))
