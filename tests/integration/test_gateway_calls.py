@@ -345,7 +345,7 @@ async def test_a_stream_cut_at_every_token_joins_without_a_seam(dialect: str, mo
             link = stream._link
             assert link is not None
             link.cancel(stream._stream_id)
-            stream.on_lost(UnavailableError("cut"))
+            stream.on_lost(UnavailableError("cut"), died=False)
             await stack.scheduler.go_on()
             assert await asking == whole, k
             assert stream.attempt == 1
