@@ -20,6 +20,7 @@ from rorqual.core.blocks import BLOCK_SIZE
 from rorqual.core.config import ExecutorConfig
 from rorqual.core.errors import ConfigError
 from rorqual.grammar import open_engine
+from rorqual.grammar_trial import GrammarTrial
 from rorqual.telemetry import Telemetry
 from rorqual.v1 import common_pb2, executor_pb2
 
@@ -197,8 +198,11 @@ async def serve(prepared: Prepared, stop: asyncio.Event, ready_file: str = "") -
     )
     loop = backend.make_loop(cache, limits, traced=telemetry.enabled)
     grammars = open_engine(path, limits.vocab_size) if loop.takes_grammars else None
-    if grammars is not None:
-        loop.use_constraints(Constraints(grammars, limits.vocab_size))
+    # A tokenizer has tried the grammars of its requests; other callers of the scheduler send what they like.
+    trial = GrammarTrial(path, limits.vocab_size) if grammars is not None else None
+    if trial is not None:
+        trial.start()
+    loop.use_constraints(Constraints(grammars, limits.vocab_size, trial=trial))
 
     async def ready() -> executor_pb2.Hello:
         with prepared.room.needed_for("the first steps"):
@@ -218,7 +222,11 @@ async def serve(prepared: Prepared, stop: asyncio.Event, ready_file: str = "") -
             takes_grammars=grammars is not None,
         )
 
-    await serve_loop(config, loop, ready, telemetry, model_name, stop, ready_file)
+    try:
+        await serve_loop(config, loop, ready, telemetry, model_name, stop, ready_file)
+    finally:
+        if trial is not None:
+            trial.close()
 
 
 def log_ledger(ledger: Ledger) -> None:
