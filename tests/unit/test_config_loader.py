@@ -48,6 +48,8 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "request_timeout_s": st.floats(0.01, 1e6),
     "keep_alive_s": st.floats(0, 3600),
     "body_timeout_s": st.floats(0.01, 3600),
+    "head_timeout_s": st.floats(0.01, 3600),
+    "best_priority": st.integers(-(2**31), 2**31 - 1),
     "gpu_memory_utilization": st.floats(0.01, 1.0),
     "max_body_bytes": st.integers(1024, 2**40),
     "sim_num_blocks": st.integers(1, 2**20),
