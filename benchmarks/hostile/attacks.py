@@ -702,7 +702,9 @@ async def _lie(t: Target, name: str) -> None:
                 t.fault(f"{name}: no request met the fake executor, so nothing was tried")
             elif name != "long-fault":
                 await asyncio.wait([running], timeout=30)
-                t.expect(f"link after {name}", fake.status or "alive", ("INVALID_ARGUMENT", "FAILED_PRECONDITION"))
+                t.expect(
+                    f"link after {name}", fake.status or "alive", ("INVALID_ARGUMENT", "FAILED_PRECONDITION", "ENDED")
+                )
         except TimeoutError:
             t.fault(f"{name}: the fake executor was not welcomed within 30 s")
         finally:

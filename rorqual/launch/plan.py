@@ -311,6 +311,8 @@ def _reserve_metrics(settings: Mapping[str, Any]) -> dict[str, socket.socket]:
     taken: set[int] = set()
     try:
         for name in ("scheduler", "executor", "tokenizer"):
+            if name not in settings:  # the stack has none
+                continue
             telemetry = settings[name].telemetry
             port = first = telemetry.metrics_port
             if port < 0:

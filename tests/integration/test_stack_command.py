@@ -59,7 +59,9 @@ class Up:
         wait_until(lambda: port_file.exists() or self.process.poll() is not None, "the port file", 60)
         assert self.process.poll() is None, self.output.read_text()
         self.url = f"http://127.0.0.1:{port_file.read_text()}"
-        self.children = [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
+        launcher = psutil.Process(self.process.pid)
+        self.parts = [child.pid for child in launcher.children()]
+        self.children = [child.pid for child in launcher.children(recursive=True)]  # parts have processes of their own
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -79,7 +81,7 @@ def up(served_model: Any, environ: dict[str, str], tmp_path: Path, wait_until: W
 
 def test_up_serves_and_sigterm_ends_all_four(up: Up, wait_until: WaitUntil, tmp_path: Path) -> None:
     assert httpx.get(f"{up.url}/health").status_code == 200
-    assert len(up.children) == 4
+    assert len(up.parts) == 4
     wait_until(lambda: "Ctrl-C ends all processes" in up.output.read_text(), "the sample is done", 60)
     text = up.output.read_text()
     assert f"curl -N {up.url}/v1/chat/completions" in text
