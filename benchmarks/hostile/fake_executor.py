@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -34,7 +35,7 @@ async def hello_like(channel: grpc.aio.Channel) -> executor_pb2.Hello:
     real = reply.executors[0]
     return executor_pb2.Hello(
         protocol_version=1,
-        executor_id=f"fake-{id(reply)}",
+        executor_id=f"fake-{uuid.uuid4().hex}",
         device=real.device,
         cache_groups=real.cache_groups,
         model=real.model,
