@@ -48,8 +48,8 @@ class GrammarTrial:
                 outcome = self._process.run(job, Budget(CPU_S, WALL_S))
             except OSError as error:
                 raise GrammarError(f"it could not be tried: no process for it ({error})") from error
-            if outcome.reply is None and not outcome.began:
-                raise GrammarError("it could not be tried: the process for it does not start")
+            if outcome.is_lost or (outcome.reply is None and not outcome.began):
+                raise GrammarError("it could not be tried: the process for it does not start, or ends")
             reply = outcome.reply if outcome.reply is not None else f"C{TOO_LONG}".encode()
             if not outcome.is_late:
                 self._cache.put(key, reply, len(reply))
