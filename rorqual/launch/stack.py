@@ -221,9 +221,10 @@ class Stack:
         """A machine that is out of processes, memory or disk just now may have some later."""
         try:
             self._spawn(child)
-        except OSError as error:
+        except (OSError, StackError) as error:
             child.process = None
-            self._restart_later(child, f"it could not be started: {error.strerror or error}")
+            why = (error.strerror if isinstance(error, OSError) else "") or error
+            self._restart_later(child, f"it could not be started: {why}")
 
     def _spawn(self, child: _Child) -> None:
         child.ready_path.unlink(missing_ok=True)

@@ -109,6 +109,22 @@ def test_an_executor_that_never_comes_back_costs_others_only_what_needs_it(
     assert sim.error is None
 
 
+def test_a_log_that_cannot_be_opened_just_now_ends_nobody(
+    sim: Stack, events: list[Event], monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
+) -> None:
+    others = {name: pid for name, pid in sim.pids.items() if name != "executor"}
+    executor = next(child for child in sim._children if child.spec.name == "executor")
+    path = executor.log_path
+    executor.log_path = sim.log_dir / "executor.log" / "no-folder"
+    os.kill(sim.pids["executor"], signal.SIGKILL)
+    wait_until(lambda: num_deaths(events, "executor") >= 3, "it could not be started twice")
+    executor.log_path = path
+    with httpx.Client(base_url=sim.url, timeout=60) as client:
+        wait_until(lambda: client.get("/health").status_code == 200, "all is well again")
+    assert {name: pid for name, pid in sim.pids.items() if name != "executor"} == others
+    assert sim.error is None
+
+
 def read_texts(lines: Iterator[str], count: int | None) -> Iterator[str]:
     """The texts of the next `count` events, or of all to the end."""
     while count is None or count > 0:
