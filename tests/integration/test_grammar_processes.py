@@ -10,12 +10,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from executor.constraint import Constraints, GrammarSpec
 from rorqual.core.errors import InvalidRequestError, UnavailableError
 from rorqual.grammar import GrammarCostError, GrammarEngine, GrammarError, json_grammar, regex_grammar, written_grammar
 from rorqual.grammar_cache import OutcomeCache
@@ -309,6 +311,18 @@ def test_a_trial_in_a_thread_says_what_compiling_would() -> None:
         assert len(trial._cache) == 5
     finally:
         trial.close()
+
+
+def test_a_text_that_could_not_be_tried_is_not_to_blame() -> None:
+    trial = GrammarTrial(FOLDER, VOCAB)
+    trial.close()
+    constraints = Constraints(GrammarEngine(FOLDER / "tokenizer.json", VOCAB), VOCAB, trial=trial)
+    ready = threading.Event()
+    constraints.on_ready = ready.set
+    constraint = constraints.begin(GrammarSpec(regex_grammar("ab+")), (), 0)
+    assert ready.wait(20)
+    assert constraint.allowed(0) is None
+    assert constraint.reason == "INTERNAL"
 
 
 def test_the_process_ends_with_its_parent() -> None:
