@@ -227,6 +227,7 @@ class Stack:
             self._restart_later(child, f"it could not be started: {why}")
 
     def _spawn(self, child: _Child) -> None:
+        self._dir.mkdir(mode=0o700, exist_ok=True)  # systems clear old files out of /tmp
         child.ready_path.unlink(missing_ok=True)
         child.ready = False
         with contextlib.suppress(OSError):
@@ -262,7 +263,10 @@ class Stack:
     def _is_ready(self, child: _Child) -> bool:
         if child.spec.ready_variable != "RORQUAL_PORT_FILE":
             return True
-        text = child.ready_path.read_text().strip()
+        try:
+            text = child.ready_path.read_text().strip()
+        except OSError:  # it is out of descriptors, say: it asks again
+            return False
         if not text.isdigit():
             return False
         if child.spec.name == "gateway" and not self.http_port:

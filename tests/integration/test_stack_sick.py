@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -123,6 +124,17 @@ def test_a_log_that_cannot_be_opened_just_now_ends_nobody(
         wait_until(lambda: client.get("/health").status_code == 200, "all is well again")
     assert {name: pid for name, pid in sim.pids.items() if name != "executor"} == others
     assert sim.error is None
+
+
+def test_a_process_comes_back_though_the_stacks_folder_was_cleared_away(
+    sim: Stack, events: list[Event], wait_until: WaitUntil
+) -> None:
+    shutil.rmtree(sim._dir)
+    pid = sim.pids["executor"]
+    os.kill(pid, signal.SIGKILL)
+    executor = next(child for child in sim._children if child.spec.name == "executor")
+    wait_until(lambda: sim.pids.get("executor", pid) != pid and executor.ready, "it is ready again")
+    assert num_deaths(events, "executor") == 1
 
 
 def read_texts(lines: Iterator[str], count: int | None) -> Iterator[str]:
