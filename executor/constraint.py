@@ -326,8 +326,13 @@ class _Compiler:
                 waiting.append(future)
                 return future
             self._waiting[text] = [future]
-        with _large_stacks():  # the pool begins its threads in `submit`
-            self._pool.submit(self._compile, text)
+        try:
+            with _large_stacks():  # the pool begins its threads in `submit`
+                self._pool.submit(self._compile, text)
+        except RuntimeError:  # no thread can be started just now: whoever asks for this text next tries again
+            with self._lock:
+                self._waiting.pop(text, None)
+            raise
         return future
 
     def _compile(self, text: str) -> None:
@@ -336,8 +341,8 @@ class _Compiler:
         error: BaseException | None = None
         while True:
             with self._lock:
-                if not self._waiting[text]:
-                    del self._waiting[text]
+                if not self._waiting.get(text):
+                    self._waiting.pop(text, None)
                     return
                 future = self._waiting[text].pop(0)
             if not future.set_running_or_notify_cancel():

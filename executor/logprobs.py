@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from .faults import SequenceError
+from .reports import NUMERICAL_FAULT
 from .sampler import bound_of_kth_largest
 
 
@@ -27,6 +31,14 @@ class TokenLogprob:
         return TokenLogprob(
             self.token_id, self.logprob, self.rank, self.top_token_ids[:num_top], self.top_logprobs[:num_top]
         )
+
+
+def checked(entries: Iterable[TokenLogprob]) -> tuple[TokenLogprob, ...]:
+    """`entries`, of one sequence. SequenceError where they are no numbers: the scheduler ends the link over such a report."""
+    whole = tuple(entries)
+    if any(math.isnan(sum(entry.top_logprobs, entry.logprob)) for entry in whole):
+        raise SequenceError("the logits of its prompt are not finite (NaN or infinity)", reason=NUMERICAL_FAULT)
+    return whole
 
 
 def token_logprobs(

@@ -13,7 +13,7 @@ import torch
 from rorqual.core.blocks import BLOCK_SIZE
 
 from .faults import contained, ends_the_loop
-from .logprobs import token_logprobs
+from .logprobs import checked, token_logprobs
 from .model.batch import Form, ForwardBatch, Segment
 from .order_loop import LENGTH, STOP, Chunk, KvCache, OrderLoop, StepLimits
 from .orders import Ids
@@ -291,7 +291,7 @@ def _prompt_logprobs(chunk: Chunk, logits: torch.Tensor) -> LogprobItem:
     if rows.shape[0] > targets.size:
         sequence.pending = rows[-1:].clone()
     entries = token_logprobs(rows[: targets.size].cpu().numpy(), targets, sequence.num_prompt_logprobs or 0)
-    return LogprobItem(sequence.seq_id, prompt=tuple(entries))
+    return LogprobItem(sequence.seq_id, prompt=checked(entries))
 
 
 _NO_SEQ_IDS = np.zeros(0, np.uint64)

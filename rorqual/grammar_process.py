@@ -43,6 +43,7 @@ class Outcome:
     overran: bool = False  # its processor time
     is_late: bool = False  # it had that, but not within the time: the machine has other things to do
     began: bool = False  # it got as far as its work
+    is_lost: bool = False  # the worker process ended beside it, twice: that says nothing of the job
 
 
 class _Answer:
@@ -56,6 +57,11 @@ class _Answer:
     @property
     def is_whole(self) -> bool:
         return self.outcome.reply is not None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether another try would be no different; it would where the worker process itself has ended meanwhile."""
+        return self.is_whole or self.status is not None or self.outcome.is_late
 
     def feed(self, data: bytes) -> None:
         from .grammar_worker import DIED, FRAME_HEAD, INTERIM, REPLY, STARTED
@@ -132,7 +138,7 @@ class GrammarProcess:
                     if not data:
                         break
                     answer.feed(data)
-            if answer.outcome.began or attempt == 2:
+            if answer.is_settled or attempt == 2:
                 break
         return self._told(answer)
 
@@ -164,12 +170,13 @@ class GrammarProcess:
                     answer.outcome.is_late = True
             finally:
                 sock.close()
-            if answer.outcome.began or attempt == 2:
+            if answer.is_settled or attempt == 2:
                 break
         return self._told(answer)
 
     def _told(self, answer: _Answer) -> Outcome:
         outcome = answer.outcome
+        outcome.is_lost = not answer.is_settled
         if answer.status and not (outcome.reply is not None or outcome.overran or outcome.is_late):
             _log.warning("a grammar ended the process that compiled it (wait status %d): it is refused", answer.status)
         return outcome

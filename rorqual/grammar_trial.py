@@ -37,19 +37,19 @@ class GrammarTrial:
         self._process.close()
 
     def __call__(self, text: str) -> None:
-        """GrammarError where `text` cannot be compiled, GrammarCostError where that, or to follow it, costs too much."""
+        """GrammarError where `text` cannot be compiled, GrammarCostError where that, or to follow it, costs too much.
+
+        OSError where it could not be tried, which says nothing of `text`.
+        """
         if fault := bytes_fault(text):
             raise GrammarCostError(fault)
         job = text.encode("utf-8", "surrogatepass")
         key = self._cache.key(job)
         reply = self._cache.get(key)
         if reply is None:
-            try:
-                outcome = self._process.run(job, Budget(CPU_S, WALL_S))
-            except OSError as error:
-                raise GrammarError(f"it could not be tried: no process for it ({error})") from error
-            if outcome.reply is None and not outcome.began:
-                raise GrammarError("it could not be tried: the process for it does not start")
+            outcome = self._process.run(job, Budget(CPU_S, WALL_S))
+            if outcome.is_lost or (outcome.reply is None and not outcome.began):
+                raise OSError("a grammar could not be tried: the process for it does not start, or ends")
             reply = outcome.reply if outcome.reply is not None else f"C{TOO_LONG}".encode()
             if not outcome.is_late:
                 self._cache.put(key, reply, len(reply))

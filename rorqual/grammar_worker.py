@@ -90,10 +90,16 @@ class _Nursery:
     def _begin(self) -> bool:
         """False where the parent has gone."""
         data, fds, _, _ = socket.recv_fds(self._control, 1, 1)
-        if not data or not fds:
+        if not data:
             return False
+        if not fds:
+            return True  # no descriptor is free for it here: its caller reads the end of its socket
         job = socket.socket(fileno=fds[0])
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:  # no process, or no memory, just now: the jobs under way go on
+            job.close()
+            return True
         if pid == 0:
             self._be_born(job)
         self._jobs[pid] = job

@@ -25,7 +25,7 @@ from rorqual.kernels.sampling import (
 from rorqual.kernels.step_state import scatter_words
 
 from ..constraint import Constraint, Phase
-from ..logprobs import TokenLogprob
+from ..logprobs import TokenLogprob, checked
 from ..sequences import LogprobItem
 from ..sequences import Sequence as Seq
 from .chunks import PromptPart
@@ -58,7 +58,7 @@ class PromptLogprobs:
             count = slab.ranks.shape[0]
             ids = self.targets[len(entries) : len(entries) + count]
             entries += [host.entry(row, int(token_id), num_top) for row, token_id in enumerate(ids)]
-        return LogprobItem(self.sequence.seq_id, prompt=tuple(entries))
+        return LogprobItem(self.sequence.seq_id, prompt=checked(entries))
 
 
 class DeviceSampler:

@@ -221,11 +221,13 @@ class Stack:
         """A machine that is out of processes, memory or disk just now may have some later."""
         try:
             self._spawn(child)
-        except OSError as error:
+        except (OSError, StackError) as error:
             child.process = None
-            self._restart_later(child, f"it could not be started: {error.strerror or error}")
+            why = (error.strerror if isinstance(error, OSError) else "") or error
+            self._restart_later(child, f"it could not be started: {why}")
 
     def _spawn(self, child: _Child) -> None:
+        self._dir.mkdir(mode=0o700, exist_ok=True)  # systems clear old files out of /tmp
         child.ready_path.unlink(missing_ok=True)
         child.ready = False
         with contextlib.suppress(OSError):
@@ -261,7 +263,10 @@ class Stack:
     def _is_ready(self, child: _Child) -> bool:
         if child.spec.ready_variable != "RORQUAL_PORT_FILE":
             return True
-        text = child.ready_path.read_text().strip()
+        try:
+            text = child.ready_path.read_text().strip()
+        except OSError:  # it is out of descriptors, say: it asks again
+            return False
         if not text.isdigit():
             return False
         if child.spec.name == "gateway" and not self.http_port:

@@ -192,8 +192,9 @@ def violation(executor: ExecutorState, report: Reported) -> str | None:
     if len(report.seq_ids) > 1 and len(set(report.seq_ids)) < len(report.seq_ids):
         return "a sequence has two entries"
     get, logprobs = executor.sequences.get, report.logprobs
+    faulted = {seq_id for seq_id, _, _ in report.faults}  # their tokens are dropped, and the last one may be missing
     for seq_id, num_new in zip(report.seq_ids, report.num_tokens, strict=True):
-        if num_new and (seq := get(seq_id)) is not None:
+        if num_new and seq_id not in faulted and (seq := get(seq_id)) is not None:
             # The token at a position is chosen when the one before it is in the cache.
             num_tokens = seq.num_tokens + num_new
             if num_tokens > seq.limit + 1 or num_tokens > seq.granted_total:

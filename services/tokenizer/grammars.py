@@ -157,8 +157,8 @@ class Grammars:
                     outcome = await self._process.run_async(packed, budget)
                 except OSError as error:
                     raise UnavailableError(f"no process for a grammar can be started ({error}); try again") from error
-            if not outcome.began:
-                raise UnavailableError("the process for grammars does not start; try again later")
+            if outcome.is_lost or not outcome.began:
+                raise UnavailableError("the process for grammars does not start, or ends; try again later")
             if outcome.reply is not None:
                 return GrammarMade.unpacked(outcome.reply), True
             if not (outcome.overran or outcome.is_late):

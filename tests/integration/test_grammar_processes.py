@@ -7,23 +7,27 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rorqual.core.errors import InvalidRequestError
+from executor.constraint import Constraints, GrammarSpec
+from rorqual.core.errors import InvalidRequestError, UnavailableError
 from rorqual.grammar import GrammarCostError, GrammarEngine, GrammarError, json_grammar, regex_grammar, written_grammar
 from rorqual.grammar_cache import OutcomeCache
 from rorqual.grammar_process import Outcome
 from rorqual.grammar_trial import GrammarTrial
+from rorqual.grammar_worker import _Nursery
 from rorqual.v1 import text_pb2
 from services.tokenizer.control_tokens import ControlTokens
 from services.tokenizer.grammar_job import GrammarJob, calls_of
-from services.tokenizer.grammar_worker import CRASH, HOG
+from services.tokenizer.grammar_worker import CRASH, HOG, SLEEP
 from services.tokenizer.grammars import MAX_SOURCE_BYTES, QUICK, SLOW, Grammars, check_source
 
 FOLDER = Path(__file__).resolve().parents[2] / "models" / "tiny"
@@ -160,6 +164,57 @@ async def test_when_the_process_itself_dies_another_takes_its_place(grammars: Gr
     assert grammars._process.pid not in (None, pid)
 
 
+@pytest.mark.parametrize("num_deaths", [1, 2])
+async def test_a_job_under_way_when_the_process_itself_dies_is_not_to_blame(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch, num_deaths: int
+) -> None:
+    await grammars.ready()  # its own job is over
+    job, inner = GrammarJob(INNOCENTS[0]), GrammarJob.packed
+    monkeypatch.setattr(GrammarJob, "packed", lambda self: SLEEP if self is job else inner(self))
+    asking = asyncio.create_task(grammars.compile(job))
+    for number in range(num_deaths):
+        await until(lambda: grammars._process.pid and forks_of(grammars._process.pid))
+        if number == num_deaths - 1:
+            monkeypatch.undo()  # from here on others get what it is
+        os.kill(grammars._process.pid or 0, signal.SIGKILL)
+        await until(lambda pid=grammars._process.pid: grammars._process.pid != pid)
+    if num_deaths == 2:
+        with pytest.raises(UnavailableError):
+            await asking
+    else:
+        await until(lambda: grammars._process.pid and forks_of(grammars._process.pid))  # it is tried again
+        asking.cancel()
+    assert not len(grammars._cache)
+
+
+@pytest.mark.parametrize("what", ["no process", "no descriptor"])
+def test_a_job_that_cannot_have_a_fork_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    def fail() -> int:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    control, theirs = socket.socketpair()
+    nursery = _Nursery(theirs, lambda body, tell: b"")
+    ours, job = socket.socketpair()
+    with control, theirs, ours:
+        if what == "no process":
+            monkeypatch.setattr(os, "fork", fail)
+        with job:
+            if what == "no process":
+                socket.send_fds(control, [b"j"], [job.fileno()])
+            else:
+                control.send(b"j")
+        try:
+            assert nursery._begin()
+        finally:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            nursery._woken.close()
+            nursery._wakes.close()
+        ours.settimeout(5)
+        assert ours.recv(1) == b""  # which says that it did not begin
+        assert not nursery._jobs
+
+
 def forks_of(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
@@ -256,6 +311,18 @@ def test_a_trial_in_a_thread_says_what_compiling_would() -> None:
         assert len(trial._cache) == 5
     finally:
         trial.close()
+
+
+def test_a_text_that_could_not_be_tried_is_not_to_blame() -> None:
+    trial = GrammarTrial(FOLDER, VOCAB)
+    trial.close()
+    constraints = Constraints(GrammarEngine(FOLDER / "tokenizer.json", VOCAB), VOCAB, trial=trial)
+    ready = threading.Event()
+    constraints.on_ready = ready.set
+    constraint = constraints.begin(GrammarSpec(regex_grammar("ab+")), (), 0)
+    assert ready.wait(20)
+    assert constraint.allowed(0) is None
+    assert constraint.reason == "INTERNAL"
 
 
 def test_the_process_ends_with_its_parent() -> None:

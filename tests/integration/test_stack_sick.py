@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -107,6 +108,33 @@ def test_an_executor_that_never_comes_back_costs_others_only_what_needs_it(
         wait_until(lambda: client.get("/health").status_code == 200, "the gateway has seen that all is well")
         assert client.post("/v1/completions", json=ASKED).json()["choices"][0]["text"] == calm
     assert sim.error is None
+
+
+def test_a_log_that_cannot_be_opened_just_now_ends_nobody(
+    sim: Stack, events: list[Event], monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
+) -> None:
+    others = {name: pid for name, pid in sim.pids.items() if name != "executor"}
+    executor = next(child for child in sim._children if child.spec.name == "executor")
+    path = executor.log_path
+    executor.log_path = sim.log_dir / "executor.log" / "no-folder"
+    os.kill(sim.pids["executor"], signal.SIGKILL)
+    wait_until(lambda: num_deaths(events, "executor") >= 3, "it could not be started twice")
+    executor.log_path = path
+    with httpx.Client(base_url=sim.url, timeout=60) as client:
+        wait_until(lambda: client.get("/health").status_code == 200, "all is well again")
+    assert {name: pid for name, pid in sim.pids.items() if name != "executor"} == others
+    assert sim.error is None
+
+
+def test_a_process_comes_back_though_the_stacks_folder_was_cleared_away(
+    sim: Stack, events: list[Event], wait_until: WaitUntil
+) -> None:
+    shutil.rmtree(sim._dir)
+    pid = sim.pids["executor"]
+    os.kill(pid, signal.SIGKILL)
+    executor = next(child for child in sim._children if child.spec.name == "executor")
+    wait_until(lambda: sim.pids.get("executor", pid) != pid and executor.ready, "it is ready again")
+    assert num_deaths(events, "executor") == 1
 
 
 def read_texts(lines: Iterator[str], count: int | None) -> Iterator[str]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from executor.constraint import Constraints
+from executor.constraint import Constraints, _Compiler
 from rorqual.grammar import GrammarError
 from rorqual.v1 import common_pb2
 from tests.support.executor_fakes import VOCAB, Driven, admit, drop, extend, prefill
@@ -314,3 +315,18 @@ def test_a_bad_grammar_and_a_history_that_does_not_fit_end_their_sequence_alone(
     assert r[1].reason == r[2].reason == "CONSTRAINT_TOO_COMPLEX"
     assert "90" in r[2].fault
     assert r[3].token_ids == d.model.continuation(c, 4)
+
+
+def test_a_thread_that_could_not_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool queues its work before it starts a thread, so a text may be worked on twice: that does no harm."""
+    made: Any = object()
+    compiler = _Compiler(SimpleNamespace(compile=lambda text: made), None)  # type: ignore[arg-type]
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError):
+            compiler.begin("x")
+    assert compiler.begin("x").result(timeout=10) is made

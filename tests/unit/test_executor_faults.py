@@ -155,6 +155,15 @@ def test_its_prompts_log_probabilities(d: Any, monkeypatch: pytest.MonkeyPatch) 
     assert others_run_on(d, prompt_logprobs=1).reason == "INTERNAL"
 
 
+def test_log_probabilities_of_its_prompt_that_are_no_numbers(d: Any) -> None:
+    """They must not reach the scheduler, which ends the link of an executor that reports such."""
+    if isinstance(d, DrivenGpu):
+        pytest.skip("its model of a GPU poisons no prompt")
+    d.model.poison.add(25)
+    bad = others_run_on(d, prompt_logprobs=1)
+    assert (bad.reason, bad.prompt_logprobs) == ("NUMERICAL_FAULT", [])
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("of the device"), RuntimeError("CUDA error: unspecified")])
 def test_an_error_of_the_device_is_nobodys_alone(d: Any, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def fail(*args: object) -> None:

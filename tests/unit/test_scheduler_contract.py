@@ -159,6 +159,17 @@ def test_a_stop_that_only_the_grammar_explains_is_believed() -> None:
     assert [type(event).__name__ for event in effects.events] == ["StreamTokens", "StreamFinished"]
 
 
+def test_a_sequence_that_faulted_may_lack_the_token_of_its_last_log_probability() -> None:
+    """Two steps in one report: the second brought a log-probability, and then went wrong with the sequence's token."""
+    world, link, clients = make_world()
+    report = with_logprobs(entry(), 2)
+    report.faults.add(seq_id=2, reason="INTERNAL", message="went wrong")
+    world.faulted.add(clients[1].stream_id)
+    effects = world.core.handle(reported_from_proto(link.link_id, report), world.now_s)
+    assert [type(event).__name__ for event in effects.events] == ["StreamFailed"]
+    assert world.core.executor(link.link_id) is not None
+
+
 def test_a_faults_message_is_cut() -> None:
     world, link, clients = make_world()
     report = executor_pb2.Report(last_batch_id=2)
