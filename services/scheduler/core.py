@@ -255,7 +255,8 @@ class SchedulerCore:
             model = replace(model, max_model_len=min(model.max_model_len, self._config.max_model_len))
         served = self.model
         for other in [e for e in self._executors.values() if e.spec.executor_id == spec.executor_id]:
-            self._on_lost(other.link_id)  # it says hello again: the old link is dead, whether we have noticed or not
+            # It says hello again: the old link is dead, whether we have noticed or not, but the process lives.
+            self._on_lost(other.link_id, is_its_own_fault=True)
         if (
             self._executors
             and served is not None

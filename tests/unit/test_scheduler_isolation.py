@@ -106,6 +106,22 @@ def test_a_link_that_ends_by_the_executors_own_fault_blames_nobody() -> None:
     world.run_to_end()
 
 
+def test_an_executor_that_says_hello_again_blames_nobody() -> None:
+    """Its link broke before the scheduler noticed, but the process lives: no request ended it."""
+    world = make_world()
+    client = open_one(world)
+    for _ in range(10):
+        (link,) = world.links.values()
+        world.send(link)
+        world.apply(link)
+        del world.links[link.link_id]
+        link.sim.reset()
+        world.connect(link.sim)
+        assert not client.ended
+    world.run_to_end()
+    assert client.finish is FinishReason.LENGTH
+
+
 def test_suspects_whose_executor_stays_away_get_another_one_emptied() -> None:
     world = make_world(2)
     suspect = open_one(world)
