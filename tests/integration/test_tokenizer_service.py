@@ -86,7 +86,7 @@ async def test_stop_strings_across_tokens(
 async def check_stop_strings(
     kind: str, *, script: list[str], stop: list[str], text: str, reason: str, counted: int
 ) -> None:
-    async with serving(lambda request: pieces([*script, *([" and"] * 50 if reason == "stop" else [])])) as stack:
+    async with serving(lambda request: pieces([*script, *([" and"] * 2000 if reason == "stop" else [])])) as stack:
         call = stack.stub.Chat(chat(stop=stop)) if kind == "chat" else stack.stub.Complete(complete(stop=stop))
         heard = await hear(call)
         num_tokens = sum(len(tiny().encode(piece)) for piece in script[:counted])
