@@ -91,6 +91,7 @@ def test_an_executor_that_never_comes_back_costs_others_only_what_needs_it(
             executor.spec = dataclasses.replace(well, module="no.such.module")
             os.kill(sim.pids["executor"], signal.SIGKILL)
             wait_until(lambda: num_deaths(events, "executor") >= 8, "it has died eight times")
+            wait_until(lambda: client.get("/health").status_code == 503, "the gateway has seen it")
             # A new request waits as long as a lost part may take to come back, and is then told so in its own dialect.
             for path, body, kind in (
                 ("chat/completions", {"messages": TURN}, "service_unavailable"),
