@@ -15,7 +15,7 @@ from .ledger import Ledger
 from .link import SessionLink
 from .replicas import Replica, ReplicaSet
 
-MAX_FRUITLESS_ATTEMPTS = 3
+MAX_FRUITLESS_ATTEMPTS = 20  # a tokenizer that starts again takes seconds, and refuses each quarter of one
 """Replicas that may refuse a request, or end its session by their own wish, one after another without a token in between.
 
 Sessions lost with their tokenizer are not counted here: see isolation.py.

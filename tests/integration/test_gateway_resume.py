@@ -171,7 +171,10 @@ async def test_a_replica_that_never_comes_back_ends_the_stream_with_its_cause() 
                         await asyncio.sleep(0.01)
 
 
-async def test_a_request_whose_sessions_end_again_and_again_by_the_peers_wish_is_given_up() -> None:
+async def test_a_request_whose_sessions_end_again_and_again_by_the_peers_wish_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gateway.upstream.stream.MAX_FRUITLESS_ATTEMPTS", 3)
     async with scripted_tokenizer() as tokenizer, running_gateway(tokenizer.address) as http:
         never = asyncio.Event()
         restarts = []
