@@ -60,9 +60,6 @@ async def test_one_request_that_kills_fails_and_nobody_else(
             calm = [(await ask(number)).json()["choices"][0]["text"] for number in range(3)]
             asking = [asyncio.create_task(ask(number % 3)) for number in range(64)]
             guilty = await ask(0, logit_bias={"42": 1})
-            if guilty.status_code == 503:  # it met a part that was just coming back, and is told to try again
-                assert int(guilty.headers["retry-after"]) >= 1
-                guilty = await ask(0, logit_bias={"42": 1})
             assert guilty.status_code == 500
             assert guilty.json()["error"]["code"] == f"request_kills_{lethal}"
             for number, response in enumerate(await asyncio.gather(*asking)):
@@ -73,7 +70,7 @@ async def test_one_request_that_kills_fails_and_nobody_else(
         await asyncio.to_thread(stack.stop)
     died = [event.name for event in events if event.kind == "died"]
     assert all(name.startswith(lethal) for name in died)
-    assert 3 <= len(died) <= 8
+    assert 3 <= len(died) <= 5
 
 
 def num_deaths(events: list[Event], name: str) -> int:
